@@ -1,0 +1,57 @@
+"""Bells: unix datagram sockets without content that mean "scan".
+
+A ring may be lost (the queue holds a handful); whoever waits also scans once a second. Drain first, then scan:
+a ring that comes during the scan is then still in the queue. Knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from pathlib import Path
+
+from pdctl.transport.names import bell_path
+
+
+class Bell:
+    """The own bell of one participant, and the means to ring the others'."""
+
+    def __init__(self, run_dir: Path, slot: int) -> None:
+        self._run_dir = run_dir
+        self._path = bell_path(run_dir, slot)
+        self._path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(str(self._path))
+        self._path.chmod(0o600)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def drain(self) -> bool:
+        """Take all rings out of the queue; True if there was one."""
+        rung = False
+        while True:
+            try:
+                self._socket.recv(16)
+                rung = True
+            except OSError:
+                return rung
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a ring or the timeout, then drain; True if it rang."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+        return self.drain()
+
+    def ring(self, slot: int) -> None:
+        """Wake the participant in `slot`. Never blocks, never fails: it will scan in a second anyway."""
+        try:
+            self._socket.sendto(b"", socket.MSG_DONTWAIT, str(bell_path(self._run_dir, slot)))
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._socket.close()
+        self._path.unlink(missing_ok=True)

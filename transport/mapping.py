@@ -1,0 +1,339 @@
+"""Bytes that several processes see: create, open, check and remove a segment's file.
+
+Knows the header's words but nothing of rows or blocks. A segment's one open file carries three things: the
+mapping, the flock of the mutation lock, and a byte of OFD lock for every participant (byte `slot + 1`; byte 0
+belongs to whoever unlinks). Liveness is read from these locks, which the kernel lets go when a process dies.
+
+`multiprocessing.shared_memory` is not used: its resource tracker unlinks what others still use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+
+from pdctl.transport.errors import CapacityError, CorruptSegmentError, IncompatibleError, NotFoundError
+from pdctl.transport.layout import (
+    HEADER_WORDS,
+    LAYOUT_VERSION,
+    MAGIC,
+    NUM_GEOMETRY_WORDS,
+    WORD,
+    B,
+    Geometry,
+    H,
+    Layout,
+    SegmentState,
+)
+from pdctl.transport.lock import FileLock, NoFileLock, OwnedFd
+from pdctl.transport.names import SHM_DIR, SegmentName
+
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = struct.Struct("hhqqi4x")
+_MADV_DONTDUMP = 16
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+_ALLOCATE_STEP_BYTES = 64 << 20
+# Left for everybody else when a pool is sized or allocated.
+MEMORY_RESERVE_BYTES = 256 << 20
+
+
+def _lock_byte(fd: int, command: int, kind: int, byte: int) -> tuple[int, int]:
+    """One fcntl lock call on one byte; (type, pid) as the kernel answers."""
+    answer = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    found = _FLOCK.unpack(answer)
+    return found[0], found[4]
+
+
+class Mapping:
+    """A segment's memory as 64-bit words, and the locks on its file.
+
+    Attributes:
+        words: the whole segment up to the KV pages, as unsigned 64-bit words.
+        path: the file; None for an anonymous mapping.
+    """
+
+    def __init__(self, memory: mmap.mmap, fd: int, path: Path | None, *, writable: bool) -> None:
+        self.memory = memory
+        self.path = path
+        self.writable = writable
+        self._owned = OwnedFd(fd) if fd >= 0 else None
+        self._bytes = memoryview(memory)
+        self.words = self._bytes[: len(memory) // WORD * WORD].cast("Q")
+        with contextlib.suppress(OSError, ValueError):
+            memory.madvise(_MADV_DONTDUMP)
+
+    @property
+    def fd(self) -> int:
+        return -1 if self._owned is None else self._owned.fd
+
+    def file_lock(self) -> FileLock | NoFileLock:
+        return NoFileLock() if self._owned is None else FileLock(self._owned.fd)
+
+    def hold_byte(self, byte: int) -> bool:
+        """Take the OFD lock of one guard byte until the process ends; False if another has it."""
+        if self._owned is None:
+            return True
+        try:
+            _lock_byte(self.fd, _F_OFD_SETLK, fcntl.F_WRLCK, byte)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def drop_byte(self, byte: int) -> None:
+        if self._owned is not None:
+            _lock_byte(self.fd, _F_OFD_SETLK, fcntl.F_UNLCK, byte)
+
+    def byte_is_held(self, byte: int) -> bool:
+        """Whether another open of this file holds the byte. Takes nothing."""
+        if self._owned is None:
+            return False
+        return _lock_byte(self.fd, _F_OFD_GETLK, fcntl.F_WRLCK, byte)[0] != fcntl.F_UNLCK
+
+    def populate(self, start: int, length: int, *, write: bool) -> bool:
+        """Map the pages of a byte range now, so that no request pays for their first touch.
+
+        Returns:
+            False where the kernel does not know how (before Linux 5.14).
+        """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) if self.writable else 0
+        if not address:
+            return False
+        libc = ctypes.CDLL(None, use_errno=True)
+        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+        result = libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), advice)
+        return bool(result == 0)
+
+    def close(self) -> None:
+        """Unmap. Views that others still hold keep the memory alive; they are not an error."""
+        self.words.release()
+        self._bytes.release()
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+        if self._owned is not None:
+            self._owned.close()
+
+
+def anonymous(geometry: Geometry) -> Mapping:
+    """A segment that only this process has, for tests: the same code over private memory."""
+    mapping = Mapping(mmap.mmap(-1, Layout(geometry).total_bytes), -1, None, writable=True)
+    format_header(mapping.words, geometry, fingerprint=0, numerics_id=0)
+    return mapping
+
+
+def available_bytes() -> tuple[int, str]:
+    """Bytes that a new segment may take, and what limits them: /dev/shm, memory or the cgroup."""
+    shm = os.statvfs(SHM_DIR)
+    limits = [(shm.f_bavail * shm.f_frsize, str(SHM_DIR))]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append((int(line.split()[1]) * 1024 - MEMORY_RESERVE_BYTES, "available memory"))
+    limits.extend(_cgroup_limits())
+    return min(limits)
+
+
+def _cgroup_limits() -> list[tuple[int, str]]:
+    """What is left of the memory limits of this process's cgroup and those above it (v2, else v1)."""
+    limits = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, maximum, current = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, maximum, current = (
+                Path("/sys/fs/cgroup/memory"),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        else:
+            continue
+        directory = root / group.lstrip("/")
+        while directory != root.parent:
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((directory / maximum).read_text())
+                left = limit - int((directory / current).read_text()) - MEMORY_RESERVE_BYTES
+                limits.append((left, f"the memory limit of cgroup {directory}"))
+            directory = directory.parent
+    return limits
+
+
+def check_room(geometry: Geometry) -> None:
+    """Raise CapacityError, naming wanted and available bytes, if the segment would not fit now."""
+    wanted = Layout(geometry).total_bytes
+    available, limit = available_bytes()
+    if wanted <= available:
+        return
+    overhead = Layout(geometry).total_bytes - geometry.kv_bytes
+    fitting = max(0, int((available - overhead) * 0.9) // geometry.block_bytes)
+    # The segment's tables shrink with the pool, so a pool of `fitting` blocks fits for certain.
+    hint = f"pdctl up --kv-blocks {fitting}" if fitting >= 2 else f"free memory, or enlarge {SHM_DIR}"
+    raise CapacityError(
+        f"segment of {geometry.num_blocks} blocks: wants {wanted} bytes, {limit} has {max(0, available)} bytes",
+        hint=hint,
+    )
+
+
+def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_id: int) -> Mapping:
+    """Make and fill a new segment; nobody can attach before its last store.
+
+    Raises:
+        CapacityError: it does not fit; nothing is left behind.
+    """
+    check_room(geometry)
+    total = Layout(geometry).total_bytes
+    fd = os.open(name.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+        try:
+            for start in range(0, total, _ALLOCATE_STEP_BYTES):
+                os.posix_fallocate(fd, start, min(_ALLOCATE_STEP_BYTES, total - start))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            available, limit = available_bytes()
+            raise CapacityError(
+                f"segment {name}: wants {total} bytes, {limit} had less ({available} bytes are free now)",
+                hint="pdctl up --kv-gib 0.25",
+            ) from error
+        mapping = Mapping(mmap.mmap(fd, total), fd, name.path, writable=True)
+        format_header(mapping.words, geometry, fingerprint=fingerprint, numerics_id=numerics_id)
+    except BaseException:
+        name.path.unlink(missing_ok=True)
+        raise
+    return mapping
+
+
+def format_header(words: memoryview, geometry: Geometry, *, fingerprint: int, numerics_id: int) -> None:
+    """Write a fresh segment's header and free list; magic and version come last."""
+    layout = Layout(geometry)
+    words[H.STATE] = SegmentState.FORMATTING
+    words[H.TOTAL_BYTES] = layout.total_bytes
+    words[H.KV_OFFSET] = layout.kv_offset
+    for index, value in enumerate(geometry.to_words()):
+        words[H.GEOMETRY + index] = value
+    words[H.FINGERPRINT] = fingerprint
+    words[H.NUMERICS_ID] = numerics_id
+    words[H.CREATED_UNIX_NS] = time.time_ns()
+    words[H.PID_NAMESPACE] = Path("/proc/self/ns/pid").stat().st_ino
+    with contextlib.suppress(OSError):
+        words[H.TIME_NAMESPACE] = Path("/proc/self/ns/time").stat().st_ino
+    words[H.BOOT_ID] = boot_id()
+    words[H.OWNER_PID] = os.getpid()
+    words[H.NEXT_INCARNATION] = 1
+    words[H.NEXT_ORDER] = 1
+    for block in range(geometry.num_blocks):
+        words[layout.block(block) + B.FREE_NEXT] = block + 2 if block + 1 < geometry.num_blocks else 0
+    words[H.FREE_HEAD] = 1
+    words[H.FREE_COUNT] = geometry.num_blocks
+    words[H.STATE] = SegmentState.OPEN
+    words[H.MAGIC] = MAGIC
+    words[H.VERSION] = LAYOUT_VERSION  # SYNC: segment-ready
+
+
+def boot_id() -> int:
+    """64 bits of this boot's id: PIDs and monotonic times of another boot mean nothing."""
+    text = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    return int(text[:16], 16)
+
+
+def check_header(words: memoryview, size_bytes: int, what: str) -> Geometry:
+    """The geometry of a segment found somewhere, or the reason why it is none.
+
+    Raises:
+        CorruptSegmentError: too short, not ours, cut off, or numbers that cannot be.
+        IncompatibleError: another layout version.
+    """
+    if len(words) < HEADER_WORDS:
+        raise CorruptSegmentError(f"{what}: {size_bytes} bytes found, a segment's header has 4096")
+    if words[H.MAGIC] != MAGIC:
+        raise CorruptSegmentError(
+            f"{what}: not a pdctl segment (magic {words[H.MAGIC]:#x}, expected {MAGIC:#x})"
+        )
+    if words[H.VERSION] != LAYOUT_VERSION:
+        raise IncompatibleError(
+            f"{what}: layout version {words[H.VERSION]} found, {LAYOUT_VERSION} expected",
+            hint="pdctl down && pdctl up",
+        )
+    try:
+        geometry = Geometry.from_words(words[H.GEOMETRY : H.GEOMETRY + NUM_GEOMETRY_WORDS].tolist())
+        if min(geometry.to_words()) < 1 or max(geometry.to_words()) > 1 << 40:
+            raise ValueError("a number is out of range")
+        layout = Layout(geometry)
+    except ValueError as error:
+        raise CorruptSegmentError(f"{what}: geometry in the header is impossible ({error})") from error
+    if words[H.TOTAL_BYTES] != layout.total_bytes or words[H.KV_OFFSET] != layout.kv_offset:
+        raise CorruptSegmentError(
+            f"{what}: header says {words[H.TOTAL_BYTES]} bytes, its geometry gives {layout.total_bytes}"
+        )
+    if size_bytes < layout.total_bytes:
+        raise CorruptSegmentError(
+            f"{what}: {size_bytes} bytes found, {layout.total_bytes} expected (cut off)"
+        )
+    return geometry
+
+
+def open_segment(name: SegmentName | Path, *, writable: bool) -> tuple[Mapping, Geometry]:
+    """Map an existing segment. An attacher never unlinks.
+
+    Raises:
+        NotFoundError: no such file.
+        CorruptSegmentError, IncompatibleError: see check_header.
+    """
+    path = name.path if isinstance(name, SegmentName) else name
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"segment {path}: not found", hint="pdctl status") from error
+    except OSError as error:
+        raise NotFoundError(f"segment {path}: {error.strerror}", hint="pdctl status") from error
+    size = os.fstat(fd).st_size
+    if size < HEADER_WORDS * WORD:
+        os.close(fd)
+        raise CorruptSegmentError(f"segment {path}: {size} bytes found, a segment's header has 4096")
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    mapping = Mapping(mmap.mmap(fd, size, access=access), fd, path, writable=writable)
+    try:
+        return mapping, check_header(mapping.words, size, f"segment {path}")
+    except Exception:
+        mapping.close()
+        raise
+
+
+def unlink_if_orphaned(name: SegmentName) -> bool:
+    """Remove a segment's name if no participant is alive; the memory goes when its last viewer does.
+
+    Takes the guard's byte 0, checks that the name still leads to the file it looked at, then unlinks.
+
+    Returns:
+        False if a participant still holds its byte, or another process is unlinking.
+    """
+    try:
+        fd = os.open(name.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        try:
+            _lock_byte(fd, _F_OFD_SETLK, fcntl.F_WRLCK, 0)
+        except OSError:
+            return False
+        probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0)  # length 0: to the end of the file
+        if _FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, probe))[0] != fcntl.F_UNLCK:
+            return False
+        try:
+            if os.path.samestat(os.fstat(fd), name.path.lstat()):
+                name.path.unlink()
+        except FileNotFoundError:
+            pass
+        return True
+    finally:
+        os.close(fd)

@@ -1,0 +1,641 @@
+"""Rows: one request each, from its tokens to its last stamp, and every move a row can make.
+
+    FREE -> FILLING -> QUEUED -> PREFILLING -> READY -> DECODING -> FINISHED -> FREE
+            FILLING -> READY                 nothing, or little, is left to prefill
+            READY -> QUEUED, DECODING -> QUEUED      preempted for want of blocks (tokens kept, KV recomputed)
+            PREFILLING -> QUEUED, DECODING -> READY  owner dead or drained (tokens and blocks kept)
+            ... -> CANCELLED / FAILED -> FREE
+
+While a row has an owner, only the owner (or the supervisor, once the owner is proven dead) changes its state and
+block table; everybody else writes wishes. Rows without an owner are moved inside a section by whoever needs to.
+
+What a token costs is three plain stores in a fixed order: KV of all layers, then KV_LEN, then the token's slot
+(generation << 32 | id; this store is the commit), then NUM_TOKENS as a hint where to look for the last slot.
+
+Knows blocks through `Pool`; knows nothing of models or sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from pdctl.transport.errors import CapacityError, CorruptSegmentError, UsageError
+from pdctl.transport.layout import (
+    ROW_ERROR_WORDS,
+    ROW_PARAM_WORDS,
+    ROW_REQUEST_ID_WORDS,
+    WORD,
+    H,
+    Layout,
+    R,
+    RowFlag,
+)
+from pdctl.transport.lock import MutationLock, Op, Rollback, Section
+from pdctl.transport.pool import BlockRef, Pool, chain_hash
+
+if TYPE_CHECKING:
+    from pdctl.transport.segment import Participant
+
+MAX_DEATHS_ALONE = 3
+_TOKEN_MASK = 0xFFFFFFFF
+_KV_LEN, _NUM_TOKENS, _ATTEMPTS, _CANCEL, _PREEMPT = map(
+    int, (R.KV_LEN, R.NUM_TOKENS, R.ATTEMPTS, R.CANCEL, R.PREEMPT)
+)
+
+
+class RowState(IntEnum):
+    FREE = 0
+    FILLING = 1
+    QUEUED = 2
+    PREFILLING = 3
+    READY = 4
+    DECODING = 5
+    FINISHED = 6
+    CANCELLED = 7
+    FAILED = 8
+
+
+class Actor(IntEnum):
+    """Who may make a move."""
+
+    ROUTER = 0
+    PREFILL = 1
+    DECODE = 2
+    SUPERVISOR = 3
+
+
+class FinishReason(IntEnum):
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+TERMINAL = frozenset({RowState.FINISHED, RowState.CANCELLED, RowState.FAILED})
+OWNED = frozenset({RowState.FILLING, RowState.PREFILLING, RowState.DECODING})
+
+_S = RowState
+_ANYBODY = frozenset(Actor)
+TRANSITIONS: dict[tuple[RowState, RowState], frozenset[Actor]] = {
+    (_S.FREE, _S.FILLING): frozenset({Actor.ROUTER}),
+    (_S.FILLING, _S.QUEUED): frozenset({Actor.ROUTER}),
+    (_S.FILLING, _S.READY): frozenset({Actor.ROUTER}),
+    (_S.FILLING, _S.FREE): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
+    (_S.QUEUED, _S.PREFILLING): frozenset({Actor.PREFILL}),
+    (_S.QUEUED, _S.CANCELLED): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
+    (_S.QUEUED, _S.FAILED): frozenset({Actor.SUPERVISOR}),
+    (_S.PREFILLING, _S.READY): frozenset({Actor.PREFILL}),
+    (_S.PREFILLING, _S.QUEUED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
+    (_S.PREFILLING, _S.CANCELLED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
+    (_S.PREFILLING, _S.FAILED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
+    (_S.READY, _S.DECODING): frozenset({Actor.DECODE}),
+    (_S.READY, _S.QUEUED): _ANYBODY,
+    (_S.READY, _S.CANCELLED): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
+    (_S.READY, _S.FAILED): frozenset({Actor.SUPERVISOR}),
+    (_S.DECODING, _S.FINISHED): frozenset({Actor.DECODE}),
+    (_S.DECODING, _S.READY): frozenset({Actor.DECODE, Actor.SUPERVISOR}),
+    (_S.DECODING, _S.QUEUED): frozenset({Actor.DECODE}),
+    (_S.DECODING, _S.CANCELLED): frozenset({Actor.DECODE, Actor.SUPERVISOR}),
+    (_S.DECODING, _S.FAILED): frozenset({Actor.DECODE, Actor.SUPERVISOR}),
+    (_S.FINISHED, _S.FREE): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
+    (_S.CANCELLED, _S.FREE): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
+    (_S.FAILED, _S.FREE): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
+}
+_STAMP = {
+    RowState.FILLING: R.T_CREATED,
+    RowState.QUEUED: R.T_QUEUED,
+    RowState.PREFILLING: R.T_PREFILLING,
+    RowState.READY: R.T_READY,
+    RowState.DECODING: R.T_DECODING,
+    RowState.FINISHED: R.T_FINISHED,
+    RowState.CANCELLED: R.T_FINISHED,
+    RowState.FAILED: R.T_FINISHED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowParams:
+    """What a request asks of the sampler. Temperature 0 is greedy; top_k 0 and top_p 1 switch filters off."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A row that is now ours. `generation` tells this request from the row's earlier ones."""
+
+    row: int
+    generation: int
+    num_tokens: int
+    kv_len: int
+
+
+def float_to_word(value: float) -> int:
+    return int.from_bytes(struct.pack("<d", value), "little")
+
+
+def word_to_float(word: int) -> float:
+    return float(struct.unpack("<d", word.to_bytes(8, "little"))[0])
+
+
+class Rows:
+    """All rows of a segment. Methods named after an operation of the protocol run it in one section."""
+
+    def __init__(self, words: memoryview, layout: Layout, lock: MutationLock, pool: Pool) -> None:
+        self._words = words
+        self._layout = layout
+        self._lock = lock
+        self._pool = pool
+        self.num_rows = layout.geometry.max_rows
+
+    # --- reading -------------------------------------------------------------------------------------------
+
+    def state(self, row: int) -> RowState:
+        return RowState(self._words[self._layout.row_states + row])
+
+    def get(self, row: int, name: R) -> int:
+        return self._words[self._layout.row(row) + name]
+
+    def put(self, row: int, name: R, value: int) -> None:
+        """Store a single-writer word: the owner's own, or a wish."""
+        self._words[self._layout.row(row) + name] = value
+
+    def states(self) -> list[int]:
+        """The states of all rows, in one read."""
+        start = self._layout.row_states
+        return self._words[start : start + self.num_rows].tolist()
+
+    def in_state(self, state: RowState) -> list[int]:
+        """Rows in `state`, oldest request first."""
+        wanted = int(state)
+        found = [row for row, now in enumerate(self.states()) if now == wanted]
+        if len(found) > 1:
+            found.sort(key=lambda row: self.get(row, R.ORDER))
+        return found
+
+    def owned_by(self, slot: int, incarnation: int) -> list[int]:
+        return [
+            row
+            for row, state in enumerate(self.states())
+            if state in OWNED
+            and self.get(row, R.OWNER) == slot + 1
+            and self.get(row, R.OWNER_INCARNATION) == incarnation
+        ]
+
+    def count_tokens(self, row: int) -> int:
+        """Committed tokens: from the hint on, slots of this generation."""
+        base = self._layout.row(row)
+        words, slots = self._words, base + self._layout.row_tokens
+        generation, number = words[base + R.GENERATION], words[base + _NUM_TOKENS]
+        while number < self._layout.geometry.max_context and words[slots + number] >> 32 == generation:
+            number += 1
+        return number
+
+    def tokens(self, row: int, start: int, stop: int) -> list[int]:
+        slots = self._layout.row(row) + self._layout.row_tokens
+        return [word & _TOKEN_MASK for word in self._words[slots + start : slots + stop].tolist()]
+
+    def new_tokens(self, row: int, generation: int, start: int) -> list[int]:
+        """Tokens committed from position `start` on: read the slots, believe only this generation's."""
+        slots = self._layout.row(row) + self._layout.row_tokens
+        words, found = self._words, []
+        for position in range(start, self._layout.geometry.max_context):
+            word = words[slots + position]  # SYNC: row-commit
+            if word >> 32 != generation:
+                break
+            found.append(word & _TOKEN_MASK)
+        return found
+
+    def block_table(self, row: int) -> list[int]:
+        """The row's blocks, first positions first."""
+        base = self._layout.row(row)
+        start = base + self._layout.row_blocks
+        return self._words[start : start + self._words[base + R.NUM_BLOCKS]].tolist()
+
+    def params(self, row: int) -> RowParams:
+        start = self._layout.row(row) + self._layout.row_params
+        number = min(self.get(row, R.NUM_STOP_IDS), ROW_PARAM_WORDS)
+        return RowParams(
+            temperature=word_to_float(self.get(row, R.TEMPERATURE)),
+            top_p=word_to_float(self.get(row, R.TOP_P)),
+            top_k=self.get(row, R.TOP_K),
+            seed=self.get(row, R.SEED),
+            ignore_eos=bool(self.get(row, R.FLAGS) & RowFlag.IGNORE_EOS),
+            stop_ids=tuple(self._words[start : start + number].tolist()),
+        )
+
+    def request_id(self, row: int) -> str:
+        return self._text(row, self._layout.row_request_id, ROW_REQUEST_ID_WORDS)
+
+    def error_text(self, row: int) -> str:
+        return self._text(row, self._layout.row_error, ROW_ERROR_WORDS)
+
+    def _text(self, row: int, offset: int, num_words: int) -> str:
+        start = self._layout.row(row) + offset
+        data = self._words[start : start + num_words].tobytes()
+        return data.split(b"\0", 1)[0].decode("utf-8", "replace")
+
+    def _put_text(self, row: int, offset: int, num_words: int, text: str) -> None:
+        data = text.encode("utf-8", "replace").replace(b"\0", b" ")[: num_words * WORD - 1]
+        data = data.decode("utf-8", "ignore").encode()
+        start = self._layout.row(row) + offset
+        self._words[start : start + num_words] = memoryview(data.ljust(num_words * WORD, b"\0")).cast("Q")
+
+    # --- moving --------------------------------------------------------------------------------------------
+
+    def _move(self, section: Section, row: int, to: RowState, actor: Actor) -> None:
+        """The one function that moves a row: checks the table, stamps, stores the state last."""
+        now = self.state(row)
+        self._check_move(row, now, to, actor)
+        at = time.monotonic_ns()
+        base = self._layout.row(row)
+        section.set(base + R.T_STATE, at)
+        if (stamp := _STAMP.get(to)) is not None:
+            section.set(base + stamp, at)
+        ring = self._words[H.RING_HEAD]
+        event = self._layout.ring + ring % self._layout.geometry.ring_events * 8
+        self._words[event : event + 6] = memoryview(
+            array("Q", (at, row + 1, self._words[base + R.GENERATION], now, to, self._lock.slot + 1))
+        )
+        self._words[H.RING_HEAD] = ring + 1
+        section.set(self._layout.row_states + row, to)
+
+    def _move_own(self, row: int, to: RowState, actor: Actor) -> None:
+        """A move that is one store, for an owner that changes nothing else: stamp, then state."""
+        self._check_move(row, self.state(row), to, actor)
+        words, base = self._words, self._layout.row(row)
+        words[base + R.T_STATE] = at = time.monotonic_ns()
+        words[base + _STAMP[to]] = at
+        words[self._layout.row_states + row] = to  # SYNC: row-state
+
+    @staticmethod
+    def _check_move(row: int, now: RowState, to: RowState, actor: Actor) -> None:
+        if actor not in TRANSITIONS.get((now, to), frozenset()):
+            raise CorruptSegmentError(f"row {row}: {actor.name} may not move {now.name} to {to.name}")
+
+    # --- the router's side ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        me: Participant,
+        *,
+        request_id: str,
+        tokens: Sequence[int],
+        limit_tokens: int,
+        params: RowParams,
+        local_prefill_tokens: int,
+        deadline_ns: int = 0,
+    ) -> Claim | None:
+        """Put a request into a free row: QUEUED, or READY if little of it is left to prefill.
+
+        Args:
+            tokens: the prompt's ids, at least one.
+            limit_tokens: prompt and output together, at most.
+            local_prefill_tokens: READY if no more than so many tokens before the last are uncached.
+
+        Returns:
+            None: no row is free now.
+
+        Raises:
+            UsageError: the request can never fit a row or the pool.
+        """
+        g = self._layout.geometry
+        if not 1 <= len(tokens) < limit_tokens <= g.max_context:
+            raise UsageError(
+                f"{len(tokens)} prompt tokens, limit {limit_tokens}: a row holds {g.max_context}"
+            )
+        if len(params.stop_ids) > ROW_PARAM_WORDS:
+            raise UsageError(f"{len(params.stop_ids)} stop ids: at most {ROW_PARAM_WORDS}")
+        if (need := -(-limit_tokens // g.block_tokens)) > g.num_blocks:
+            raise CapacityError(
+                f"request of {limit_tokens} tokens: {need} blocks, the pool has {g.num_blocks}"
+            )
+        row = self._take_free_row(me)
+        if row is None:
+            return None
+        words, base = self._words, self._layout.row(row)
+        generation = words[base + R.GENERATION]
+        slots = base + self._layout.row_tokens
+        words[slots : slots + len(tokens)] = memoryview(
+            array("Q", [generation << 32 | token for token in tokens])
+        )
+        self._put_text(row, self._layout.row_request_id, ROW_REQUEST_ID_WORDS, request_id)
+        self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, "")
+        start = base + self._layout.row_params
+        words[start : start + len(params.stop_ids)] = memoryview(array("Q", params.stop_ids))
+        fields: dict[int, int] = {
+            R.NUM_PROMPT: len(tokens),
+            R.NUM_TOKENS: len(tokens),
+            R.LIMIT_TOKENS: limit_tokens,
+            R.DEADLINE_NS: deadline_ns,
+            R.TEMPERATURE: float_to_word(params.temperature),
+            R.TOP_P: float_to_word(params.top_p),
+            R.TOP_K: params.top_k,
+            R.SEED: params.seed & ((1 << 64) - 1),
+            R.FLAGS: RowFlag.IGNORE_EOS if params.ignore_eos else 0,
+            R.NUM_STOP_IDS: len(params.stop_ids),
+        }
+        for name, value in fields.items():
+            words[base + name] = value
+        cached = len(self._pool.match(tokens, (len(tokens) - 1) // g.block_tokens)) * g.block_tokens
+        direct = len(tokens) - 1 - cached <= local_prefill_tokens
+        self._move_own(row, RowState.READY if direct else RowState.QUEUED, Actor.ROUTER)
+        return Claim(row=row, generation=generation, num_tokens=len(tokens), kv_len=0)
+
+    def _take_free_row(self, me: Participant) -> int | None:
+        while True:
+            states = self.states()
+            try:
+                row = states.index(RowState.FREE)
+            except ValueError:
+                return None
+            base = self._layout.row(row)
+            with self._lock.section(Op.SUBMIT, row) as section:
+                if self.state(row) != RowState.FREE:
+                    continue
+                generation = (self._words[base + R.GENERATION] + 1) & _TOKEN_MASK or 1
+                for offset in range(R.OWNER, R.T_STATE):
+                    if self._words[base + offset]:
+                        section.set(base + offset, 0)
+                section.set(base + R.GENERATION, generation)
+                for owner, value in (
+                    (R.OWNER, me.slot + 1),
+                    (R.OWNER_INCARNATION, me.incarnation),
+                    (R.CLIENT, me.slot + 1),
+                    (R.CLIENT_INCARNATION, me.incarnation),
+                    (R.ORDER, self._words[H.NEXT_ORDER]),
+                ):
+                    section.set(base + owner, value)
+                section.add(H.NEXT_ORDER, 1)
+                section.add(H.REQUESTS, 1)
+                self._move(section, row, RowState.FILLING, Actor.ROUTER)
+                return row
+
+    def cancel(self, row: int, generation: int, actor: Actor = Actor.ROUTER) -> None:
+        """Wish a row's end: its owner ends it before the next chunk or step; without an owner it ends now."""
+        base = self._layout.row(row)
+        if self._words[base + R.GENERATION] != generation:
+            return
+        self._words[base + _CANCEL] = 1
+        if self.state(row) not in (RowState.QUEUED, RowState.READY):
+            return
+        with self._lock.section(Op.CANCEL, row) as section:
+            if self.state(row) in (RowState.QUEUED, RowState.READY):
+                self._end(section, row, RowState.CANCELLED, actor)
+
+    def recycle(self, row: int, generation: int, actor: Actor = Actor.ROUTER) -> bool:
+        """Give a finished row back, once its tokens are copied out; False if it is not at its end."""
+        if self.get(row, R.GENERATION) != generation or self.state(row) not in TERMINAL:
+            return False
+        with self._lock.section(Op.RECYCLE, row) as section:
+            self._move(section, row, RowState.FREE, actor)
+        return True
+
+    # --- the daemons' side ---------------------------------------------------------------------------------
+
+    def claim(
+        self, me: Participant, row: int, *, alone: bool, local_prefill_tokens: int | None = None
+    ) -> Claim | None:
+        """Make a row ours, with all blocks that it needs, or change nothing.
+
+        Its cached prefix is looked up without the lock, then checked again and pinned inside it. A row taken
+        over with blocks keeps them. A decode daemon that finds too much uncached sends the row to prefill.
+
+        Args:
+            me: a prefill daemon claims QUEUED rows, a decode daemon READY ones.
+            alone: whether this row would be the only one we work on. Rows whose last owner died before
+                its first commit are claimed in no other way.
+            local_prefill_tokens: what a decode daemon may prefill itself; None: any number (an own prefill).
+
+        Returns:
+            None: another was faster, the room is short, or the row must be claimed alone.
+        """
+        words, base, g = self._words, self._layout.row(row), self._layout.geometry
+        from_state, to_state, actor = me.claims
+        generation = words[base + R.GENERATION]
+        if words[base + _ATTEMPTS] and not alone:
+            return None
+        num_tokens = self.count_tokens(row)
+        fresh = words[base + R.NUM_BLOCKS] == 0
+        matched: list[BlockRef] = []
+        if fresh:
+            matched = self._pool.match(self.tokens(row, 0, num_tokens), (num_tokens - 1) // g.block_tokens)
+        claimed: Claim | None = None
+        with self._lock.section(Op.CLAIM, row) as section:
+            if self.state(row) != from_state or words[base + R.GENERATION] != generation:
+                raise Rollback
+            if fresh:
+                self._pin_prefix(section, row, matched)
+                uncached = num_tokens - 1 - words[base + _KV_LEN]
+                if local_prefill_tokens is not None and uncached > local_prefill_tokens:
+                    self._release_blocks(section, row)
+                    self._move(section, row, RowState.QUEUED, actor)
+                    return None
+            # Through position num_tokens: the last known token's KV, and the next token's.
+            if not self._grow(section, row, min(num_tokens + 1, words[base + R.LIMIT_TOKENS])):
+                raise Rollback
+            section.set(base + R.OWNER, me.slot + 1)
+            section.set(base + R.OWNER_INCARNATION, me.incarnation)
+            section.add(base + _ATTEMPTS, 1)
+            section.set(base + R.CLAIMED_ALONE, int(alone))
+            section.set(base + _NUM_TOKENS, num_tokens)
+            section.set(base + _PREEMPT, 0)
+            section.set(base + (R.DECODE_SLOT if actor is Actor.DECODE else R.PREFILL_SLOT), me.slot + 1)
+            self._move(section, row, to_state, actor)
+            claimed = Claim(
+                row=row,
+                generation=generation,
+                num_tokens=num_tokens,
+                kv_len=min(words[base + _KV_LEN], num_tokens - 1),
+            )
+        return claimed
+
+    def _pin_prefix(self, section: Section, row: int, matched: list[BlockRef]) -> None:
+        words, base, g = self._words, self._layout.row(row), self._layout.geometry
+        table, pinned, last_hash = base + self._layout.row_blocks, 0, 0
+        for ref in matched:
+            if not self._pool.pin(section, ref):
+                break
+            section.set(table + pinned, ref.block)
+            last_hash = self._pool_hash(ref.block)
+            pinned += 1
+        section.set(base + R.NUM_BLOCKS, pinned)
+        section.set(base + R.NUM_PUBLISHED, pinned)
+        section.set(base + R.LAST_HASH, last_hash)
+        section.set(base + _KV_LEN, pinned * g.block_tokens)
+        if words[base + _NUM_TOKENS] == words[base + R.NUM_PROMPT]:
+            section.set(base + R.CACHED_TOKENS, pinned * g.block_tokens)
+            section.add(H.CACHED_TOKENS, pinned * g.block_tokens)
+            section.add(H.PROMPT_TOKENS, words[base + R.NUM_PROMPT])
+
+    def _pool_hash(self, block: int) -> int:
+        from pdctl.transport.layout import B
+
+        return self._words[self._layout.block(block) + B.HASH]
+
+    def _grow(self, section: Section, row: int, num_positions: int) -> bool:
+        words, base = self._words, self._layout.row(row)
+        have = words[base + R.NUM_BLOCKS]
+        need = -(-num_positions // self._layout.geometry.block_tokens)
+        if need <= have:
+            return True
+        if need - have > self._pool.num_available():
+            return False
+        for index in range(have, need):
+            block = self._pool.allocate(section, row)
+            if block is None:
+                raise CorruptSegmentError("pool: fewer blocks than it counts")
+            section.set(base + self._layout.row_blocks + index, block)
+        section.set(base + R.NUM_BLOCKS, need)
+        return True
+
+    def grow(self, row: int, num_positions: int) -> bool:
+        """Blocks for positions below `num_positions` of an owned row; False: the pool has none left."""
+        need = -(-num_positions // self._layout.geometry.block_tokens)
+        if need <= self.get(row, R.NUM_BLOCKS):
+            return True
+        grown = False
+        with self._lock.section(Op.GROW, row) as section:
+            grown = self._grow(section, row, num_positions)
+        return grown
+
+    def commit_kv(self, row: int, kv_len: int) -> None:
+        """KV below `kv_len` is in the pages, in all layers. The owner's proof that it makes progress."""
+        base = self._layout.row(row)
+        self._words[base + _KV_LEN] = kv_len  # SYNC: row-commit
+        if self._words[base + _ATTEMPTS]:
+            self._words[base + R.DEATHS_ALONE] = 0
+            self._words[base + _ATTEMPTS] = 0
+
+    def commit_token(self, row: int, generation: int, position: int, token: int) -> None:
+        """The token at `position` is sampled. One store makes it true for everybody."""
+        base = self._layout.row(row)
+        self._words[base + self._layout.row_tokens + position] = generation << 32 | token  # SYNC: row-commit
+        self._words[base + _NUM_TOKENS] = position + 1
+
+    def num_publishable(self, row: int) -> int:
+        """Full blocks that no position still to be written lies in, beyond those already published."""
+        base = self._layout.row(row)
+        words = self._words
+        settled = min(words[base + _KV_LEN], words[base + _NUM_TOKENS] - 1)
+        return settled // self._layout.geometry.block_tokens - words[base + R.NUM_PUBLISHED]
+
+    def publish(self, row: int) -> int:
+        """Make the row's newly full blocks a cached prefix for all; returns how many."""
+        number = self.num_publishable(row)
+        if number <= 0:
+            return 0
+        words, base = self._words, self._layout.row(row)
+        size = self._layout.geometry.block_tokens
+        first = words[base + R.NUM_PUBLISHED]
+        tokens = self.tokens(row, first * size, (first + number) * size)
+        hash_ = words[base + R.LAST_HASH] or self._pool.hash_seed()
+        parts = [tokens[index * size : (index + 1) * size] for index in range(number)]
+        hashes = []
+        for part in parts:
+            hashes.append(hash_ := chain_hash(hash_, part))
+        with self._lock.section(Op.PUBLISH, row) as section:
+            table = base + self._layout.row_blocks
+            for index, part in enumerate(parts):
+                place = table + first + index
+                parent = None
+                if first + index:
+                    before = words[place - 1]
+                    parent = BlockRef(before, self._pool.generation(before))
+                kept = self._pool.publish(section, words[place], hashes[index], part, parent)
+                if kept != words[place]:
+                    section.set(place, kept)
+            section.set(base + R.NUM_PUBLISHED, first + number)
+            section.set(base + R.LAST_HASH, hash_)
+        return number
+
+    def hand_over(self, row: int) -> None:
+        """Prefill is done: one stamp and one store, and any decode daemon may take the row."""
+        self._move_own(row, RowState.READY, Actor.PREFILL)
+
+    def put_back(self, row: int, actor: Actor) -> None:
+        """An owner lets a row go, with its tokens and blocks, for another to go on with."""
+        self._move_own(row, RowState.QUEUED if actor is Actor.PREFILL else RowState.READY, actor)
+
+    def finish(self, row: int, reason: FinishReason) -> None:
+        with self._lock.section(Op.FINISH, row) as section:
+            section.set(self._layout.row(row) + R.FINISH_REASON, reason)
+            self._end(section, row, RowState.FINISHED, Actor.DECODE)
+
+    def end_cancelled(self, row: int, actor: Actor) -> None:
+        """The owner follows the wish to cancel."""
+        with self._lock.section(Op.CANCEL, row) as section:
+            self._end(section, row, RowState.CANCELLED, actor)
+
+    def fail(self, row: int, text: str, actor: Actor) -> None:
+        self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, text)
+        with self._lock.section(Op.FINISH, row) as section:
+            self._end(section, row, RowState.FAILED, actor)
+
+    def preempt(self, row: int, actor: Actor) -> bool:
+        """Take a row's blocks for want of room; its tokens stay, its KV is computed again later.
+
+        Of rows without an owner anybody may preempt READY ones; of owned rows only the owner.
+        """
+        done = False
+        with self._lock.section(Op.PREEMPT, row) as section:
+            state = self.state(row)
+            if state is RowState.READY or (state is RowState.DECODING and actor is Actor.DECODE):
+                self._release_blocks(section, row)
+                section.set(self._layout.row(row) + _PREEMPT, 0)
+                section.add(self._layout.row(row) + R.PREEMPTIONS, 1)
+                section.add(H.PREEMPTIONS, 1)
+                self._move(section, row, RowState.QUEUED, actor)
+                done = True
+        return done
+
+    # --- inside a section ----------------------------------------------------------------------------------
+
+    def _end(self, section: Section, row: int, to: RowState, actor: Actor) -> None:
+        self._release_blocks(section, row)
+        section.add({RowState.FINISHED: H.FINISHED, RowState.CANCELLED: H.CANCELLED}.get(to, H.FAILED), 1)
+        self._move(section, row, to, actor)
+
+    def _release_blocks(self, section: Section, row: int) -> None:
+        """Let go of all blocks, last first: children are evicted before their parents."""
+        base = self._layout.row(row)
+        for block in reversed(self.block_table(row)):
+            self._pool.release(section, block)
+        for name in (R.NUM_BLOCKS, R.NUM_PUBLISHED, R.LAST_HASH, R.KV_LEN):
+            section.set(base + name, 0)
+
+    def reap_row(self, section: Section, row: int, cause: str) -> RowState:
+        """Take a row from an owner that is proven dead. Only the supervisor, inside its section.
+
+        Returns:
+            The row's new state.
+        """
+        base, words, actor = self._layout.row(row), self._words, Actor.SUPERVISOR
+        state = self.state(row)
+        if state is RowState.FILLING:
+            self._move(section, row, RowState.FREE, actor)
+            return RowState.FREE
+        if words[base + _ATTEMPTS] and words[base + R.CLAIMED_ALONE]:
+            section.add(base + R.DEATHS_ALONE, 1)
+            if words[base + R.DEATHS_ALONE] >= MAX_DEATHS_ALONE:
+                self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, cause)
+                self._end(section, row, RowState.FAILED, actor)
+                return RowState.FAILED
+        if words[base + _CANCEL]:
+            self._end(section, row, RowState.CANCELLED, actor)
+            return RowState.CANCELLED
+        to = RowState.QUEUED if state is RowState.PREFILLING else RowState.READY
+        section.add(base + R.ADOPTIONS, 1)
+        section.add(H.ADOPTIONS, 1)
+        self._move(section, row, to, actor)
+        return to
