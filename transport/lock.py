@@ -49,7 +49,7 @@ class Op(IntEnum):
     CLOSE = 13
 
 
-class Rollback(Exception):
+class Rollback(Exception):  # noqa: N818  (not an error)
     """Raised inside a section to undo it and leave it without an error."""
 
 
@@ -86,20 +86,23 @@ class Section:
 
 
 class FileLock:
-    """flock(2) on the segment's file, tried without blocking."""
+    """flock(2) on the segment's file, tried without blocking.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    Asks for the descriptor each time: once it is closed, its number belongs to another file.
+    """
+
+    def __init__(self, owned: OwnedFd) -> None:
+        self._owned = owned
 
     def try_acquire(self) -> bool:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._owned.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
     def release(self) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        fcntl.flock(self._owned.fd, fcntl.LOCK_UN)
 
 
 class NoFileLock:
@@ -136,6 +139,8 @@ class MutationLock:
         """
         self._acquire(deadline_s)
         try:
+            if self.on_acquired is not None:
+                self.on_acquired()
             words = self._words
             repair(words, self._layout)
             words[H.LOCK_SLOT] = self.slot + 1
@@ -162,22 +167,21 @@ class MutationLock:
     def _acquire(self, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
         if not self._thread_lock.acquire(timeout=deadline_s):
-            raise DeadlineError(
-                f"the segment's lock: another thread of this process held it for {deadline_s} s"
-            )
+            raise DeadlineError(f"the segment's lock: another thread of this process held it for {deadline_s} s")
         pause = _FIRST_PAUSE_S
-        while not self._file_lock.try_acquire():
-            if time.monotonic() > deadline:
-                self._thread_lock.release()
-                raise DeadlineError(
-                    f"the segment's lock: process {self._words[H.LOCK_PID]} "
-                    f"(slot {self._words[H.LOCK_SLOT] - 1}) held it for {deadline_s} s",
-                    hint="pdctl status",
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        if self.on_acquired is not None:
-            self.on_acquired()
+        try:
+            while not self._file_lock.try_acquire():
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"the segment's lock: process {self._words[H.LOCK_PID]} "
+                        f"(slot {self._words[H.LOCK_SLOT] - 1}) held it for {deadline_s} s",
+                        hint="pdctl status",
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+        except BaseException:  # a signal handler's, too
+            self._thread_lock.release()
+            raise
 
 
 def undo(words: memoryview, layout: Layout) -> None:

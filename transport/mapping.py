@@ -15,8 +15,10 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pdctl.transport.errors import CapacityError, CorruptSegmentError, IncompatibleError, NotFoundError
@@ -52,6 +54,19 @@ def _lock_byte(fd: int, command: int, kind: int, byte: int) -> tuple[int, int]:
     return found[0], found[4]
 
 
+def _map(fd: int, size: int, access: int) -> mmap.mmap:
+    """Map a file through an open file of its own.
+
+    mmap keeps a duplicate of its descriptor until the end, in forked children too. A duplicate of `fd` would keep
+    the dead parent's flock and OFD locks there.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", (os.O_RDONLY if access == mmap.ACCESS_READ else os.O_RDWR) | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(own, size, access=access)
+    finally:
+        os.close(own)
+
+
 class Mapping:
     """A segment's memory as 64-bit words, and the locks on its file.
 
@@ -75,7 +90,7 @@ class Mapping:
         return -1 if self._owned is None else self._owned.fd
 
     def file_lock(self) -> FileLock | NoFileLock:
-        return NoFileLock() if self._owned is None else FileLock(self._owned.fd)
+        return NoFileLock() if self._owned is None else FileLock(self._owned)
 
     def hold_byte(self, byte: int) -> bool:
         """Take the OFD lock of one guard byte until the process ends; False if another has it."""
@@ -114,11 +129,13 @@ class Mapping:
         return bool(result == 0)
 
     def close(self) -> None:
-        """Unmap. Views that others still hold keep the memory alive; they are not an error."""
-        self.words.release()
-        self._bytes.release()
-        with contextlib.suppress(BufferError):
-            self.memory.close()
+        """Let go of the memory and the file.
+
+        The last view unmaps it. Nothing is unmapped by force: tensors made of `memory` or `words` keep these
+        objects but export no buffer, so nobody could tell that they still look.
+        """
+        for name in ("words", "_bytes", "memory"):
+            self.__dict__.pop(name, None)
         if self._owned is not None:
             self._owned.close()
 
@@ -172,14 +189,24 @@ def check_room(geometry: Geometry) -> None:
     available, limit = available_bytes()
     if wanted <= available:
         return
-    overhead = Layout(geometry).total_bytes - geometry.kv_bytes
-    fitting = max(0, int((available - overhead) * 0.9) // geometry.block_bytes)
-    # The segment's tables shrink with the pool, so a pool of `fitting` blocks fits for certain.
+    fitting = _fitting_blocks(geometry, int(available * 0.9))
     hint = f"pdctl up --kv-blocks {fitting}" if fitting >= 2 else f"free memory, or enlarge {SHM_DIR}"
     raise CapacityError(
         f"segment of {geometry.num_blocks} blocks: wants {wanted} bytes, {limit} has {max(0, available)} bytes",
         hint=hint,
     )
+
+
+def _fitting_blocks(geometry: Geometry, room_bytes: int) -> int:
+    """The largest pool whose segment, tables included, takes no more than `room_bytes`; 0: none."""
+    low, high = 0, geometry.num_blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if Layout(replace(geometry, num_blocks=middle)).total_bytes <= room_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_id: int) -> Mapping:
@@ -191,6 +218,7 @@ def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_
     check_room(geometry)
     total = Layout(geometry).total_bytes
     fd = os.open(name.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    mapping = None
     try:
         os.fchmod(fd, 0o600)
         try:
@@ -204,10 +232,14 @@ def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_
                 f"segment {name}: wants {total} bytes, {limit} had less ({available} bytes are free now)",
                 hint="pdctl up --kv-gib 0.25",
             ) from error
-        mapping = Mapping(mmap.mmap(fd, total), fd, name.path, writable=True)
+        mapping = Mapping(_map(fd, total, mmap.ACCESS_WRITE), fd, name.path, writable=True)
         format_header(mapping.words, geometry, fingerprint=fingerprint, numerics_id=numerics_id)
     except BaseException:
         name.path.unlink(missing_ok=True)
+        if mapping is None:
+            os.close(fd)
+        else:
+            mapping.close()
         raise
     return mapping
 
@@ -255,9 +287,7 @@ def check_header(words: memoryview, size_bytes: int, what: str) -> Geometry:
     if len(words) < HEADER_WORDS:
         raise CorruptSegmentError(f"{what}: {size_bytes} bytes found, a segment's header has 4096")
     if words[H.MAGIC] != MAGIC:
-        raise CorruptSegmentError(
-            f"{what}: not a pdctl segment (magic {words[H.MAGIC]:#x}, expected {MAGIC:#x})"
-        )
+        raise CorruptSegmentError(f"{what}: not a pdctl segment (magic {words[H.MAGIC]:#x}, expected {MAGIC:#x})")
     if words[H.VERSION] != LAYOUT_VERSION:
         raise IncompatibleError(
             f"{what}: layout version {words[H.VERSION]} found, {LAYOUT_VERSION} expected",
@@ -275,9 +305,7 @@ def check_header(words: memoryview, size_bytes: int, what: str) -> Geometry:
             f"{what}: header says {words[H.TOTAL_BYTES]} bytes, its geometry gives {layout.total_bytes}"
         )
     if size_bytes < layout.total_bytes:
-        raise CorruptSegmentError(
-            f"{what}: {size_bytes} bytes found, {layout.total_bytes} expected (cut off)"
-        )
+        raise CorruptSegmentError(f"{what}: {size_bytes} bytes found, {layout.total_bytes} expected (cut off)")
     return geometry
 
 
@@ -289,19 +317,24 @@ def open_segment(name: SegmentName | Path, *, writable: bool) -> tuple[Mapping, 
         CorruptSegmentError, IncompatibleError: see check_header.
     """
     path = name.path if isinstance(name, SegmentName) else name
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+    # O_NONBLOCK: opening a FIFO must not wait for its other end.
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags)
     except FileNotFoundError as error:
         raise NotFoundError(f"segment {path}: not found", hint="pdctl status") from error
     except OSError as error:
         raise NotFoundError(f"segment {path}: {error.strerror}", hint="pdctl status") from error
-    size = os.fstat(fd).st_size
+    status = os.fstat(fd)
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise CorruptSegmentError(f"segment {path}: not a regular file")
     if size < HEADER_WORDS * WORD:
         os.close(fd)
         raise CorruptSegmentError(f"segment {path}: {size} bytes found, a segment's header has 4096")
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-    mapping = Mapping(mmap.mmap(fd, size, access=access), fd, path, writable=writable)
+    mapping = Mapping(_map(fd, size, access), fd, path, writable=writable)
     try:
         return mapping, check_header(mapping.words, size, f"segment {path}")
     except Exception:

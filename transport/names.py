@@ -19,7 +19,7 @@ DEFAULT_CLUSTER = "default"
 # sun_path is 108 bytes with its NUL.
 MAX_SOCKET_PATH_BYTES = 107
 _CLUSTER = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,30}[a-z0-9])?")
-_SEGMENT = re.compile(r"pdctl-(\d+)-([a-z0-9](?:[a-z0-9_-]{0,30}[a-z0-9])?)-([0-9a-f]{12})")
+_SEGMENT = re.compile(r"pdctl-(0|[1-9][0-9]*)-([a-z0-9](?:[a-z0-9_-]{0,30}[a-z0-9])?)-([0-9a-f]{12})")
 
 
 def check_cluster(name: str) -> str:

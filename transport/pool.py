@@ -27,9 +27,7 @@ _STATE, _GENERATION, _ROW, _PARENT, _PARENT_GENERATION = map(
     int, (B.STATE, B.GENERATION, B.ROW, B.PARENT, B.PARENT_GENERATION)
 )
 _HASH, _REFS, _LAST_USE, _CHECKSUM = map(int, (B.HASH, B.REFS, B.LAST_USE_NS, B.CHECKSUM))
-_BUCKET_NEXT, _LRU_PREV, _LRU_NEXT, _FREE_NEXT = map(
-    int, (B.BUCKET_NEXT, B.LRU_PREV, B.LRU_NEXT, B.FREE_NEXT)
-)
+_BUCKET_NEXT, _LRU_PREV, _LRU_NEXT, _FREE_NEXT = map(int, (B.BUCKET_NEXT, B.LRU_PREV, B.LRU_NEXT, B.FREE_NEXT))
 # A chain longer than this is one that changed under a lock-free reader: give up, a miss costs only time.
 _LONGEST_CHAIN = 64
 

@@ -175,22 +175,17 @@ def _verify_block(
     if (state is BlockState.CACHED) != (block in indexed):
         problems.append(f"block {block}: {state.name} and {'' if block in indexed else 'not '}in the index")
     if state is BlockState.OWNED and writers.get(block) != words[base + B.ROW] - 1:
-        problems.append(
-            f"block {block}: private to row {words[base + B.ROW] - 1}, held by {writers.get(block)}"
-        )
+        problems.append(f"block {block}: private to row {words[base + B.ROW] - 1}, held by {writers.get(block)}")
     if state is BlockState.OWNED and refs != 1:
         problems.append(f"block {block}: private, in {refs} block tables")
     if state is BlockState.CACHED:
         if words[base + B.REFS] != refs:
             problems.append(f"block {block}: {words[base + B.REFS]} references counted, {refs} found")
         if (refs == 0) != (block in lru):
-            problems.append(
-                f"block {block}: {refs} references and {'' if block in lru else 'not '}in the LRU list"
-            )
+            problems.append(f"block {block}: {refs} references and {'' if block in lru else 'not '}in the LRU list")
         parent = words[base + B.PARENT]
         if parent and (
-            parent - 1 not in indexed
-            or segment.pool.generation(parent - 1) != words[base + B.PARENT_GENERATION]
+            parent - 1 not in indexed or segment.pool.generation(parent - 1) != words[base + B.PARENT_GENERATION]
         ):
             problems.append(f"block {block}: its parent {parent - 1} is gone")
     elif refs and state is BlockState.FREE:

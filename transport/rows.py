@@ -311,24 +311,18 @@ class Rows:
         """
         g = self._layout.geometry
         if not 1 <= len(tokens) < limit_tokens <= g.max_context:
-            raise UsageError(
-                f"{len(tokens)} prompt tokens, limit {limit_tokens}: a row holds {g.max_context}"
-            )
+            raise UsageError(f"{len(tokens)} prompt tokens, limit {limit_tokens}: a row holds {g.max_context}")
         if len(params.stop_ids) > ROW_PARAM_WORDS:
             raise UsageError(f"{len(params.stop_ids)} stop ids: at most {ROW_PARAM_WORDS}")
         if (need := -(-limit_tokens // g.block_tokens)) > g.num_blocks:
-            raise CapacityError(
-                f"request of {limit_tokens} tokens: {need} blocks, the pool has {g.num_blocks}"
-            )
+            raise CapacityError(f"request of {limit_tokens} tokens: {need} blocks, the pool has {g.num_blocks}")
         row = self._take_free_row(me)
         if row is None:
             return None
         words, base = self._words, self._layout.row(row)
         generation = words[base + R.GENERATION]
         slots = base + self._layout.row_tokens
-        words[slots : slots + len(tokens)] = memoryview(
-            array("Q", [generation << 32 | token for token in tokens])
-        )
+        words[slots : slots + len(tokens)] = memoryview(array("Q", [generation << 32 | token for token in tokens]))
         self._put_text(row, self._layout.row_request_id, ROW_REQUEST_ID_WORDS, request_id)
         self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, "")
         start = base + self._layout.row_params
@@ -590,7 +584,8 @@ class Rows:
         done = False
         with self._lock.section(Op.PREEMPT, row) as section:
             state = self.state(row)
-            if state is RowState.READY or (state is RowState.DECODING and actor is Actor.DECODE):
+            mine = {Actor.PREFILL: RowState.PREFILLING, Actor.DECODE: RowState.DECODING}.get(actor)
+            if state is RowState.READY or state is mine:
                 self._release_blocks(section, row)
                 section.set(self._layout.row(row) + _PREEMPT, 0)
                 section.add(self._layout.row(row) + R.PREEMPTIONS, 1)

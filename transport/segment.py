@@ -262,9 +262,7 @@ def take_snapshot(name: SegmentName | Path) -> Snapshot:
             time.sleep(0.002)
         held = frozenset(slot for slot in range(geometry.max_participants) if mapping.byte_is_held(slot + 1))
         words = memoryview(copy).cast("Q")
-        return Snapshot(
-            segment=Segment(mapping, geometry, words), torn=torn, held=held, taken_ns=time.monotonic_ns()
-        )
+        return Snapshot(segment=Segment(mapping, geometry, words), torn=torn, held=held, taken_ns=time.monotonic_ns())
     finally:
         mapping.close()
 

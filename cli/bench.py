@@ -1,0 +1,54 @@
+"""`pdctl bench`: a small honest table about the running cluster."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
+from pdctl.transport.errors import PdctlError
+
+
+def bench(
+    requests: Annotated[int, typer.Option("--requests", "-n", min=1, max=10000, help="Of each kind.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=2, max=1 << 20)] = 256,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1 << 20)] = 32,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=256)] = 4,
+    seed: Annotated[int, typer.Option("--seed", help="Same seed, same requests.")] = 0,
+    as_json: JsonOption = False,
+    name: NameOption = DEFAULT_CLUSTER,
+    state_dir: StateDirOption = None,
+) -> None:
+    """Measure the running cluster: one request at a time, then several at once."""
+    from pdctl.core import bench as measuring
+    from pdctl.core.cluster import running
+
+    state = running(state_dir_of(state_dir), name)
+    workload = measuring.Workload(
+        num_requests=requests,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        seed=seed,
+        vocab_size=state.spec.vocab_size,
+    )
+    if sys.stderr.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=stderr_console(), transient=True) as progress:
+            task = progress.add_task("measuring", total=workload.num_requests * 2)
+            result = measuring.run(state.url, workload, lambda: progress.advance(task))
+    else:
+        result = measuring.run(state.url, workload, lambda: None)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        from pdctl.cli.bench_table import render
+
+        stdout_console().print(render(result))
+        remark("Every request's prompt is new (no cached prefix). Medians, and the 99th percentile in brackets.")
+    if result.num_failed:
+        raise PdctlError(f"{result.num_failed} requests failed: {result.first_error}", hint="pdctl logs")

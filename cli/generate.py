@@ -1,0 +1,97 @@
+"""`pdctl generate`: one request to a running cluster, printed as it comes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.output import print_json, remark
+from pdctl.transport.errors import UsageError
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; '-' or nothing: standard input.", show_default=False)
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="System message of the chat.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", show_default="256")] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0: all.")] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.", show_default="random")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; up to 4.")] = None,
+    as_json: JsonOption = False,
+    timings: Annotated[bool, typer.Option("--timings", help="Where the time went, on stderr.")] = False,
+    name: NameOption = DEFAULT_CLUSTER,
+    state_dir: StateDirOption = None,
+) -> None:
+    """Ask the model."""
+    from pdctl.core.client import Client
+    from pdctl.core.cluster import running
+
+    url = running(state_dir_of(state_dir), name).url
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty():
+            remark("reading the prompt from the terminal; end it with Ctrl-D")
+        prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
+    if not prompt.strip():
+        raise UsageError("the prompt is empty", hint='pdctl generate "What is the capital of France?"')
+    body: dict[str, Any] = {
+        "max_tokens": 256 if max_tokens is None else max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "timings": timings or as_json,
+    }
+    if seed is not None:
+        body["seed"] = seed
+    if stop:
+        body["stop"] = stop
+    # Surrogates stand for bytes of the command line that are no UTF-8.
+    prompt = prompt.encode("utf-8", "replace").decode()
+    if raw:
+        path, body = "/v1/completions", {**body, "prompt": prompt}
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        path, body = (
+            "/v1/chat/completions",
+            {**body, "messages": [*messages, {"role": "user", "content": prompt}]},
+        )
+    client = Client(url)
+    if as_json:
+        print_json(client.post(path, body))
+        return
+    final = _print_stream(client, path, body)
+    if timings:
+        _print_timings(final)
+
+
+def _print_stream(client: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Print text as it arrives; returns usage and timings."""
+    out = sys.stdout.buffer
+    final: dict[str, Any] = {}
+    text = ""
+    for _, chunk in client.stream(path, {**body, "stream_options": {"include_usage": True}}):
+        for choice in chunk.get("choices", []):
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            if text:
+                out.write(text.encode())
+                out.flush()
+        final.update({key: chunk[key] for key in ("usage", "timings") if chunk.get(key)})
+    out.write(b"\n")
+    out.flush()
+    return final
+
+
+def _print_timings(final: dict[str, Any]) -> None:
+    usage, timings = final.get("usage") or {}, final.get("timings") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    remark(
+        f"{usage.get('prompt_tokens')} prompt tokens ({cached} cached), {usage.get('completion_tokens')} generated"
+    )
+    for key, value in timings.items():
+        if value is not None and key.endswith(("_ms", "_us")):
+            remark(f"  {key:<16} {value:>10.1f}")

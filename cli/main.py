@@ -1,0 +1,72 @@
+"""The `pdctl` command: mounts one file a command, turns errors into one line and an exit code.
+
+0 ok · 1 unexpected · 2 usage · 3 not running or not found · 4 incompatible · 5 out of capacity · 6 timeout
+7 already running or address in use · 8 degraded (status) · 130 interrupted
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import typer
+from pdctl.cli import bench, down, generate, inspect, logs, models, status, up
+from pdctl.transport.errors import PdctlError
+
+app = typer.Typer(
+    name="pdctl",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Serve a language model with prefill and decode in separate processes; "
+    "the KV cache is handed over in shared memory, without a copy.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"pdctl {version('pdctl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+app.command("up")(up.up)
+app.command("generate")(generate.generate)
+app.command("status")(status.status)
+app.add_typer(inspect.app, name="inspect", help="Look inside the shared memory.")
+app.command("bench")(bench.bench)
+app.command("logs")(logs.logs)
+app.command("down")(down.down)
+app.add_typer(models.app, name="models", help="Models kept on this machine.")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except PdctlError as error:
+        sys.stderr.write(f"pdctl: {error.message}\n")
+        if error.hint:
+            sys.stderr.write(f"  try: {error.hint}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader left (`| head`): end as a program that never caught SIGPIPE would.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Options that several commands share: one definition, one help text, one completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pdctl.transport.names import DEFAULT_CLUSTER, default_state_dir
+
+
+def complete_cluster(incomplete: str) -> list[str]:
+    """Names of clusters that exist now, for the shell."""
+    from pdctl.core.cluster import list_clusters
+
+    return [name for name in list_clusters(default_state_dir()) if name.startswith(incomplete)]
+
+
+NameOption = Annotated[
+    str,
+    typer.Option("--name", envvar="PDCTL_NAME", help="Which cluster.", autocompletion=complete_cluster),
+]
+StateDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        envvar="PDCTL_STATE_DIR",
+        help="Where clusters keep their files. Default: $XDG_RUNTIME_DIR/pdctl or /tmp/pdctl-<uid>.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output, units in the keys.")]
+
+
+def state_dir_of(given: Path | None) -> Path:
+    """The state directory as an absolute path: commands work from any directory."""
+    return (given or default_state_dir()).absolute()
+
+
+__all__ = [
+    "DEFAULT_CLUSTER",
+    "JsonOption",
+    "NameOption",
+    "StateDirOption",
+    "complete_cluster",
+    "state_dir_of",
+]

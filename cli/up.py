@@ -1,0 +1,294 @@
+"""`pdctl up`: decide everything, start the supervisor, show progress, return when requests are served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.output import remark
+from pdctl.transport.errors import PdctlError, UsageError
+from pdctl.transport.names import check_cluster
+
+if TYPE_CHECKING:
+    from pdctl.core.config import ClusterSpec
+
+_STOP_WAIT_S = 15.0
+
+
+def up(
+    model: Annotated[
+        str,
+        typer.Option("--model", envvar="PDCTL_MODEL", help="smollm2 (embedded), a directory, or a Hugging Face id."),
+    ] = "smollm2",
+    name: NameOption = DEFAULT_CLUSTER,
+    port: Annotated[
+        int, typer.Option("--port", envvar="PDCTL_PORT", help="Of the HTTP API; 0: any free one.")
+    ] = 8000,
+    host: Annotated[str, typer.Option("--host", envvar="PDCTL_HOST", help="Address to serve on.")] = "127.0.0.1",
+    prefill: Annotated[int, typer.Option("--prefill", help="Prefill daemons.")] = 1,
+    decode: Annotated[int, typer.Option("--decode", help="Decode daemons.")] = 1,
+    dtype: Annotated[str, typer.Option("--dtype", help="auto (the model's), float32 or bfloat16.")] = "auto",
+    block_size: Annotated[int, typer.Option("--block-size", help="Tokens of a KV block: 8, 16, 32, 64 or 128.")] = 16,
+    kv_gib: Annotated[
+        float | None, typer.Option("--kv-gib", help="Size of the KV pool in GiB.", show_default="1")
+    ] = None,
+    kv_blocks: Annotated[
+        int | None,
+        typer.Option("--kv-blocks", help="Size of the KV pool in blocks.", show_default="from --kv-gib"),
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context",
+            help="Tokens of one request, prompt and answer together.",
+            show_default="the model's, at most 8192",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            envvar="PDCTL_THREADS",
+            help="Compute threads: all of them for prefill, one less for decode.",
+            show_default="OMP_NUM_THREADS, else all cores",
+        ),
+    ] = None,
+    local_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            "--local-prefill-tokens",
+            help="Prompts with at most so many uncached tokens go to decode directly; 0: none.",
+        ),
+    ] = 32,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Prompt tokens of one prefill step.")] = 256,
+    max_batch: Annotated[int, typer.Option("--max-batch", help="Requests a decode daemon runs at once.")] = 32,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached; Ctrl-C takes it down.")] = False,
+    state_dir: StateDirOption = None,
+) -> None:
+    """Bring a cluster up; returns when it serves requests."""
+    from pdctl.cli.models import pull_progress
+    from pdctl.core import cluster, config, models
+    from pdctl.transport.mapping import check_room
+
+    directory = state_dir_of(state_dir)
+    check_cluster(name)
+    if dtype not in ("auto", *config.DTYPES):
+        raise UsageError(f"--dtype {dtype}: expected one of auto, {', '.join(config.DTYPES)}")
+    if kv_gib is not None and kv_blocks is not None:
+        raise UsageError("--kv-gib and --kv-blocks: give one of them")
+    cluster.private_directory(directory)
+    state = cluster.read_state(directory, name)
+    if state is not None and state.phase != "stopping" and cluster.is_locked(directory, name):
+        raise cluster.already_running(state, name)
+    with pull_progress() as progress:
+        resolved = models.resolve(model, progress)
+    spec = _spec(
+        resolved,
+        name=name,
+        state_dir=directory,
+        host=host,
+        port=port,
+        num_prefill=prefill,
+        num_decode=decode,
+        dtype=dtype,
+        block_tokens=block_size,
+        kv_gib=kv_gib,
+        kv_blocks=kv_blocks,
+        max_context=max_context,
+        threads=threads,
+        local_prefill_tokens=local_prefill_tokens,
+        chunk_tokens=chunk_tokens,
+        max_batch=max_batch,
+    )
+    if not segments_may_be_reclaimed(name):
+        check_room(spec.geometry)
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        remark(f"warning: --host {host} serves beyond this machine, without a key or encryption")
+    _supervise(spec, foreground=foreground)
+
+
+def segments_may_be_reclaimed(name: str) -> bool:
+    """Whether an earlier cluster of this name left a segment: its room comes free when the supervisor starts."""
+    from pdctl.transport.names import segments_of
+
+    return bool(segments_of(name))
+
+
+def _spec(
+    resolved: Any,
+    *,
+    dtype: str,
+    kv_gib: float | None,
+    kv_blocks: int | None,
+    max_context: int | None,
+    threads: int | None,
+    **given: Any,
+) -> ClusterSpec:
+    """Everything decided: flags, what the model says, what the machine has."""
+    from pdctl.core import config, models
+    from pdctl.transport.errors import CapacityError
+
+    of_model = resolved.config
+    if dtype == "auto":
+        dtype = of_model.dtype if of_model.dtype in config.DTYPES else "float32"
+    context = max_context or min(config.DEFAULT_MAX_CONTEXT, of_model.max_position_embeddings)
+    if max_context is not None and not 2 <= max_context <= of_model.max_position_embeddings:
+        raise UsageError(
+            f"--max-context {max_context}: expected 2 to {of_model.max_position_embeddings}, the model's own limit"
+        )
+    if threads is not None and not 1 <= threads <= 1024:
+        raise UsageError(f"--threads {threads}: expected 1 to 1024")
+    threads_prefill, threads_decode = config.default_threads(threads)
+
+    def build(num_blocks: int) -> ClusterSpec:
+        return config.ClusterSpec(
+            model_path=resolved.path,
+            model_name=resolved.name,
+            fingerprint=models.fingerprint(resolved.path),
+            num_layers=of_model.num_layers,
+            num_kv_heads=of_model.num_kv_heads,
+            head_dim=of_model.head_dim,
+            vocab_size=of_model.vocab_size,
+            eos_token_ids=of_model.eos_token_ids,
+            dtype=dtype,
+            num_blocks=num_blocks,
+            max_context=context,
+            threads_prefill=threads_prefill,
+            threads_decode=threads_decode,
+            **given,
+        )
+
+    if kv_blocks is not None:
+        return build(kv_blocks)
+    block_bytes = build(config.MIN_BLOCKS).geometry.block_bytes
+    gib = config.DEFAULT_KV_GIB if kv_gib is None else kv_gib
+    number = config.blocks_for(gib, block_bytes)
+    if number < config.MIN_BLOCKS:
+        raise CapacityError(
+            f"--kv-gib {gib:g}: {number} blocks of {block_bytes} bytes; at least {config.MIN_BLOCKS} are needed",
+            hint=f"pdctl up --kv-blocks {config.MIN_BLOCKS}",
+        )
+    return build(number)
+
+
+def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pdctl.core.supervisor"]
+    if foreground:
+        command += ["--parent", str(os.getpid())]
+    # A session of its own: a closed terminal does not reach it, its children share one scheduling group.
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/", text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(spec.to_json())
+        url = _follow(process.stdout)
+        if url is None:
+            process.wait(_STOP_WAIT_S)
+            raise PdctlError(
+                f"the supervisor ended without a word (exit code {process.returncode})",
+                hint="pdctl logs supervisor",
+            )
+        remark(f"pdctl is up in {time.monotonic() - began:.1f} s: {url}  (cluster {spec.name!r}, {spec.model_name})")
+        if foreground:
+            remark("Ctrl-C takes it down.")
+            process.wait()
+        else:
+            remark('  pdctl generate "What is the capital of France?"')
+    except KeyboardInterrupt:
+        _take_back(process)
+        raise
+    except PdctlError:
+        # It said why and is on its way out; return when it is gone.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_WAIT_S)
+        raise
+
+
+def _take_back(process: subprocess.Popen[str]) -> None:
+    """Interrupted: what was started is taken down before we return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _follow(events: IO[str]) -> str | None:
+    """Show the supervisor's events until it is ready; its URL, or None if it ended.
+
+    Raises:
+        PdctlError: the supervisor's error, with its exit code.
+    """
+    with _Stages() as stages:
+        for line in events:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if event["event"] == "error":
+                error = PdctlError(event["message"], hint=event["hint"])
+                error.exit_code = event["exit_code"]
+                raise error
+            if event["event"] == "ready":
+                return str(event["url"])
+            stages.show(event)
+    return None
+
+
+class _Stages:
+    """One line a stage: with a spinner on a terminal, plain when done elsewhere."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+        self._progress: Any = None
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> _Stages:
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            self._progress = Progress(
+                SpinnerColumn(finished_text="[green]✔[/]"),
+                TextColumn("{task.description:<14}"),
+                BarColumn(bar_width=24),
+                TimeElapsedColumn(),
+                TextColumn("[dim]{task.fields[detail]}[/]"),
+                console=Console(stderr=True),
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def show(self, event: dict[str, Any]) -> None:
+        name, done = event["name"], event.get("state") == "done"
+        began = self._began.setdefault(name, time.monotonic())
+        detail = event.get("detail") or ""
+        if self._progress is None:
+            if done:
+                remark(f"{name}: {detail or f'{time.monotonic() - began:.1f} s'}")
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=None, detail="")
+        task = self._tasks[name]
+        if event["event"] == "progress":
+            self._progress.update(task, completed=event["done"], total=event["total"])
+        elif done:
+            self._progress.update(task, completed=1, total=1, detail=detail)
+        elif detail:
+            self._progress.update(task, detail=detail)

@@ -1,0 +1,919 @@
+"""The HTTP interface: OpenAI's completions and chat completions, models, health.
+
+Every number and string of a client is checked here, before anything of it reaches a row; every refusal is an
+OpenAI error object that names the field as the client sent it. Knows tokens only through `Tokenizer` and rows
+only through `RowClient`; started by router.py, run by tests without a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pdctl.core.requests import (
+    Choice,
+    Delta,
+    QueueFullError,
+    RowClient,
+    RowRequest,
+    ShuttingDownError,
+)
+from pdctl.core.tokenizer import PromptError, SamplingDefaults, Tokenizer
+from pdctl.transport.errors import CapacityError, PdctlError, UsageError
+from pdctl.transport.layout import P
+from pdctl.transport.rows import RowParams, RowState
+from pdctl.transport.segment import ParticipantState, Role, Segment
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 << 20
+MAX_PROMPTS = 1024
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 128
+DEFAULT_COMPLETION_TOKENS = 16
+REQUEST_TIMEOUT_S = 600.0
+BODY_TIMEOUT_S = 60.0
+# What a client that reads slowly gets on top of its deadline, to take what is ready.
+_SLOW_CLIENT_S = 30.0
+# Below this a temperature is greedy: dividing by it would leave the range of float32.
+_GREEDY_BELOW = 1e-5
+# Longer texts are tokenized on a thread: it takes milliseconds, and other streams must not wait.
+_INLINE_CHARS = 4096
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_T = TypeVar("_T")
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+
+class ApiError(Exception):
+    """A refusal or failure as the client sees it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+
+    def body(self) -> dict[str, object]:
+        return error_body(self.status, self.message, param=self.param, code=self.code)
+
+
+_ERROR_TYPES = {
+    404: "not_found_error",
+    408: "timeout_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, object]:
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(_encode(content), status, headers, media_type="application/json")
+
+
+# --- what clients may send ---------------------------------------------------------------------------------
+
+
+def _refuse(message: str) -> PydanticCustomError:
+    # Braces in the text would be taken for a template's.
+    return PydanticCustomError("refused", "{text}", {"text": message})
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _refuse(f"not valid Unicode: lone surrogate at character {error.start}") from None
+    return text
+
+
+def _check_prompt(value: object) -> list[str | list[int]]:
+    """A prompt in any of its four forms, as a list of prompts."""
+    wanted = "expected a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise _refuse(wanted)
+    if value and type(value[0]) is int:
+        value = [value]
+    if not value:
+        raise _refuse("is empty")
+    if len(value) > MAX_PROMPTS:
+        raise _refuse(f"{len(value)} prompts: at most {MAX_PROMPTS} in one request")
+    prompts: list[str | list[int]] = []
+    for prompt in value:
+        if type(prompt) is not type(value[0]) or not isinstance(prompt, str | list):
+            raise _refuse(wanted)
+        if not prompt:
+            raise _refuse("is empty")
+        if isinstance(prompt, str):
+            _check_text(prompt)
+        elif not all(type(token) is int for token in prompt):
+            raise _refuse(wanted)
+        prompts.append(prompt)
+    return prompts
+
+
+def _check_stop(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _refuse(f"expected a string or a list of up to {MAX_STOPS} strings")
+    if len(stops) > MAX_STOPS:
+        raise _refuse(f"{len(stops)} stop strings: at most {MAX_STOPS}")
+    for stop in stops:
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            raise _refuse(f"a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(stop)}")
+        _check_text(stop)
+    return tuple(stops)
+
+
+def _check_content(value: object) -> str | None:
+    """A message's text; parts are joined by newlines."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _check_text(value)
+    if not isinstance(value, list) or not value:
+        raise _refuse("expected a string or a list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() != {"type", "text"}:
+            raise _refuse('expected parts like {"type": "text", "text": "..."}: only text is supported')
+        if not isinstance(part["text"], str):
+            raise _refuse("a part's text: expected a string")
+        texts.append(_check_text(part["text"]))
+    return "\n".join(texts)
+
+
+def _only(*allowed: object) -> PlainValidator:
+    """A parameter that is known but not supported: only values that change nothing."""
+
+    def check(value: object) -> None:
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        for one in allowed:
+            if value == one and (type(value) is type(one) or (numeric and not isinstance(one, bool))):
+                return
+        if value is not None:
+            shown = " or ".join(["null", *map(_encode, allowed)])
+            raise _refuse(f"is not supported yet: expected {shown}")
+
+    return PlainValidator(check)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+
+
+class _GenerationRequest(_Strict):
+    """What completions and chats have in common. null is the same as absent everywhere."""
+
+    model: str | None = None
+    max_tokens: Annotated[int | None, Field(ge=1, lt=1 << 31)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, lt=1 << 31)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=1_000_000)] = None
+    seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
+    stop: Annotated[Any, PlainValidator(_check_stop)] = ()
+    stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_IDS)] = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    timings: bool | None = None
+    # Taken and not used.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    # Known and not supported yet.
+    n: Annotated[Any, _only(1)] = None
+    best_of: Annotated[Any, _only(1)] = None
+    min_tokens: Annotated[Any, _only(0)] = None
+    min_p: Annotated[Any, _only(0)] = None
+    logit_bias: Annotated[Any, _only({})] = None
+    presence_penalty: Annotated[Any, _only(0)] = None
+    frequency_penalty: Annotated[Any, _only(0)] = None
+    repetition_penalty: Annotated[Any, _only(1)] = None
+
+    @property
+    def output_limit(self) -> tuple[int | None, str]:
+        """Output tokens asked for, and the name of the field that did."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens, "max_tokens"
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise ApiError(
+                400,
+                f"max_completion_tokens {self.max_completion_tokens} and max_tokens {self.max_tokens} differ",
+                param="max_completion_tokens",
+            )
+        return self.max_completion_tokens, "max_completion_tokens"
+
+
+class CompletionRequest(_GenerationRequest):
+    prompt: Annotated[Any, PlainValidator(_check_prompt)]
+    echo: Annotated[Any, _only(False)] = None
+    logprobs: Annotated[Any, _only()] = None
+    suffix: Annotated[Any, _only("")] = None
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, PlainValidator(_check_content)] = None
+    name: str | None = None
+    # What clients send back of an answer that had none of it.
+    refusal: Annotated[Any, _only()] = None
+    tool_calls: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only()] = None
+    audio: Annotated[Any, _only()] = None
+    annotations: Annotated[Any, _only([])] = None
+
+
+class ChatRequest(_GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: Annotated[Any, _only(False)] = None
+    top_logprobs: Annotated[Any, _only(0)] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    tools: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none", "auto")] = None
+
+
+_Request = TypeVar("_Request", bound=_GenerationRequest)
+
+
+def _parse(schema: type[_Request], body: bytes) -> _Request:
+    if not body.strip():
+        raise ApiError(400, "the body is empty; expected a JSON object")
+    try:
+        value = json.loads(body.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deep") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is a JSON {type(value).__name__}; expected an object")
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise _first_error(error) from None
+
+
+def _first_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(map(str, first["loc"])) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param}: unknown field", param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param}: is required", param=param, code="missing_required_parameter")
+    found = first["input"]
+    shown = f", got {str(found)[:40]}" if isinstance(found, int | float) else ""
+    return ApiError(400, f"{param or 'body'}: {first['msg']}{shown}", param=param, code="invalid_value")
+
+
+async def _read_body(http: Request) -> bytes:
+    kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"content type {kind or '(none)'}: expected application/json")
+    too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    length = http.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in http.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    return bytes(body)
+
+
+# --- one request under way ---------------------------------------------------------------------------------
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Run `work` while the client is there; None if it left, once `work` has been cancelled and is over."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the interface needs to know of the model."""
+
+    model_name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    request_timeout_s: float = REQUEST_TIMEOUT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked request: nothing in it can be refused any more, but for want of room.
+
+    Attributes:
+        rows: one per prompt.
+        hidden_ids: ids that end an answer without being part of it.
+    """
+
+    request_id: str
+    created: int
+    model: str
+    chat: bool
+    rows: tuple[RowRequest, ...]
+    hidden_ids: frozenset[int]
+    stops: tuple[str, ...]
+    deadline_ns: int
+    include_usage: bool
+    return_token_ids: bool
+    timings: bool
+
+
+class Answer:
+    """The answer to one HTTP request: its choices, and the waiting for them."""
+
+    def __init__(self, plan: Plan, client: RowClient, tokenizer: Tokenizer) -> None:
+        self.plan = plan
+        self.choices: list[Choice] = []
+        self._client = client
+        self._tokenizer = tokenizer
+        self._news = asyncio.Event()
+
+    async def submit(self) -> None:
+        """Put all prompts into rows, waiting for rows if need be. On an error, none is left in one."""
+        plan = self.plan
+        try:
+            for index, row in enumerate(plan.rows):
+                stream = await self._client.submit(row, self._news.set)
+                self.choices.append(
+                    Choice(index, stream, self._tokenizer, hidden_ids=plan.hidden_ids, stops=plan.stops)
+                )
+        except Exception as error:
+            self.cancel()
+            refusal = _submit_error(error, plan)
+            if refusal is None:
+                raise
+            raise refusal from error
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Want no more; rows that have ended are not touched."""
+        for choice in self.choices:
+            choice.stream.cancel()
+
+    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
+        """What comes, choice by choice, until all are done.
+
+        Raises:
+            ApiError: one of them failed, or the deadline passed.
+        """
+        deadline = asyncio.get_running_loop().call_at(self.plan.deadline_ns / 1e9, self._news.set)
+        try:
+            waiting = list(self.choices)
+            while waiting:
+                await self._news.wait()
+                self._news.clear()
+                for choice in waiting:
+                    delta = choice.advance()
+                    if choice.failure is not None:
+                        raise self._failure(choice)
+                    if delta.token_ids or delta.text or choice.is_done:
+                        yield choice, delta
+                waiting = [choice for choice in waiting if not choice.is_done]
+                if waiting and time.monotonic_ns() >= self.plan.deadline_ns:
+                    raise _deadline_error(self.plan)
+        finally:
+            deadline.cancel()
+
+    def _failure(self, choice: Choice) -> ApiError:
+        end = choice.failure
+        if self._client.is_closing:
+            return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
+        if end is not None and end.state is RowState.FAILED:
+            return ApiError(500, f"generation failed: {end.error}", code="engine_failed")
+        if time.monotonic_ns() >= self.plan.deadline_ns:
+            return _deadline_error(self.plan)
+        return ApiError(500, "generation was cancelled", code="cancelled")
+
+    # --- in OpenAI's words ---------------------------------------------------------------------------------
+
+    def usage(self) -> dict[str, object]:
+        prompt = sum(len(row.tokens) for row in self.plan.rows)
+        completion = sum(choice.num_tokens for choice in self.choices)
+        cached = sum(choice.stream.stats().cached_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def timings(self) -> object:
+        """One object; for several prompts a list of them, in the order of the choices."""
+        found = [asdict(choice.stream.stats()) for choice in self.choices]
+        for stats in found:
+            del stats["cached_tokens"]
+        return found[0] if len(found) == 1 else found
+
+    def _envelope(self, *, chunk: bool) -> dict[str, object]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.plan.chat else "text_completion"
+        plan = self.plan
+        return {"id": plan.request_id, "object": kind, "created": plan.created, "model": plan.model}
+
+    async def collect(self) -> dict[str, object]:
+        """The whole answer as one object."""
+        texts = ["" for _ in self.choices]
+        token_ids: list[list[int]] = [[] for _ in self.choices]
+        async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
+            async for choice, delta in deltas:
+                texts[choice.index] += delta.text
+                token_ids[choice.index] += delta.token_ids
+        choices = []
+        for choice, text, ids in zip(self.choices, texts, token_ids, strict=True):
+            one: dict[str, object] = {"index": choice.index}
+            if self.plan.chat:
+                one["message"] = {"role": "assistant", "content": text}
+            else:
+                one["text"] = text
+            one |= {"logprobs": None, "finish_reason": choice.finish_reason}
+            if self.plan.return_token_ids:
+                one["token_ids"] = ids
+            choices.append(one)
+        answer = self._envelope(chunk=False) | {"choices": choices, "usage": self.usage()}
+        if self.plan.timings:
+            answer["timings"] = self.timings()
+        return answer
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events; a failure is the last event."""
+        try:
+            async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
+                async for event in self._chunks(deltas):
+                    yield b"data: " + _encode(event).encode() + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield b"data: " + _encode(error.body()).encode() + b"\n\n"
+
+    async def _chunks(self, deltas: AsyncIterator[tuple[Choice, Delta]]) -> AsyncIterator[dict[str, object]]:
+        plan, envelope = self.plan, self._envelope(chunk=True)
+        begun = not plan.chat
+        async for choice, delta in deltas:
+            if not begun:
+                role = {"role": "assistant", "content": ""}
+                yield envelope | {"choices": [self._piece(choice.index, role, None)]}
+                begun = True
+            if not (delta.text or choice.is_done or plan.return_token_ids):
+                continue
+            content: object = delta.text
+            if plan.chat:
+                content = {"content": delta.text} if delta.text or not choice.is_done else {}
+            piece = self._piece(choice.index, content, choice.finish_reason)
+            if plan.return_token_ids:
+                piece["token_ids"] = delta.token_ids
+            event = envelope | {"choices": [piece]}
+            last = choice.is_done and all(other.is_done for other in self.choices)
+            if last and plan.timings and not plan.include_usage:
+                event["timings"] = self.timings()
+            yield event
+        if plan.include_usage:
+            event = envelope | {"choices": [], "usage": self.usage()}
+            if plan.timings:
+                event["timings"] = self.timings()
+            yield event
+
+    def _piece(self, index: int, content: object, finish_reason: str | None) -> dict[str, object]:
+        name = "delta" if self.plan.chat else "text"
+        return {"index": index, name: content, "logprobs": None, "finish_reason": finish_reason}
+
+    def log_line(self, status: object) -> None:
+        took_ms = (time.monotonic_ns() - self.plan.rows[0].received_ns) / 1e6
+        log.info(
+            "%s %s %s prompt=%d completion=%d finish=%s %.0f ms",
+            self.plan.request_id,
+            "chat" if self.plan.chat else "completion",
+            status,
+            sum(len(row.tokens) for row in self.plan.rows),
+            sum(choice.num_tokens for choice in self.choices),
+            ",".join(choice.finish_reason or "-" for choice in self.choices),
+            took_ms,
+        )
+
+
+def _deadline_error(plan: Plan) -> ApiError:
+    allowed_s = (plan.deadline_ns - plan.rows[0].received_ns) / 1e9
+    return ApiError(504, f"not finished within {allowed_s:g} s", code="timeout")
+
+
+def _submit_error(error: Exception, plan: Plan) -> ApiError | None:
+    """What the client is told of an error of `RowClient.submit`; None: a bug."""
+    if isinstance(error, QueueFullError):
+        return ApiError(503, f"overloaded: {error}", code="queue_full", retry_after_s=1)
+    if isinstance(error, ShuttingDownError):
+        return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
+    if isinstance(error, TimeoutError):
+        return _deadline_error(plan)
+    if isinstance(error, CapacityError | UsageError):
+        return ApiError(400, error.message, code="capacity_exceeded")
+    if isinstance(error, PdctlError):
+        log.error("%s: %s", plan.request_id, error)
+        return ApiError(503, error.message, code="unavailable", retry_after_s=1)
+    return None
+
+
+class EventStream(Response):
+    """Sends an answer's events; cancels its rows the moment the client leaves."""
+
+    def __init__(self, answer: Answer) -> None:
+        headers = {
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            "X-Request-Id": answer.plan.request_id,
+        }
+        super().__init__(None, 200, headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, status = self._answer, "client left"
+        try:
+            async with asyncio.timeout_at(answer.plan.deadline_ns / 1e9 + _SLOW_CLIENT_S):
+                if await until_disconnect(receive, self._send_all(send)):
+                    status = "streamed"
+        except TimeoutError:
+            status = "client too slow"
+        finally:
+            answer.cancel()
+            answer.log_line(status)
+
+    async def _send_all(self, send: Send) -> bool:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._answer.events()) as events:  # type: ignore[type-var]
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+
+# --- the application ---------------------------------------------------------------------------------------
+
+
+class Readiness:
+    """What health answers, read from the segment's participants."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._was_ready = {Role.PREFILL: False, Role.DECODE: False}
+
+    def missing(self) -> list[str]:
+        """Roles of which no participant is ready right now."""
+        return [role.label for role in (Role.PREFILL, Role.DECODE) if not self._ready(role)]
+
+    def is_loading(self) -> bool:
+        """Whether a role has never been ready since this cluster began."""
+        for role, seen in self._was_ready.items():
+            if not seen:
+                slots = self._segment.slots(role)
+                self._was_ready[role] = any(self._segment.participant_word(s, P.READY_NS) for s in slots)
+                self._was_ready[role] |= self._ready(role)
+        return not all(self._was_ready.values())
+
+    def supervisor_lives(self) -> bool:
+        return any(self._lives(slot) for slot in self._segment.slots(Role.SUPERVISOR))
+
+    def _ready(self, role: Role) -> bool:
+        segment = self._segment
+        return any(
+            segment.participant_word(slot, P.STATE) == ParticipantState.READY and self._lives(slot)
+            for slot in segment.slots(role)
+        )
+
+    def _lives(self, slot: int) -> bool:
+        mapping = self._segment.mapping
+        # An anonymous segment has no file to hold locks on, and only this process in it.
+        return mapping.path is None or mapping.byte_is_held(slot + 1)
+
+
+class Api:
+    """The handlers of all routes."""
+
+    def __init__(self, client: RowClient, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._config = config
+        self._geometry = client.segment.geometry
+        self._readiness = Readiness(client.segment)
+        self._started = int(time.time())
+
+    async def completions(self, http: Request) -> Response:
+        return await self._handle(http, CompletionRequest, "cmpl")
+
+    async def chat_completions(self, http: Request) -> Response:
+        return await self._handle(http, ChatRequest, "chatcmpl")
+
+    async def models(self, http: Request) -> Response:
+        return _json_response({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, http: Request) -> Response:
+        self._check_model(http.path_params["model"])
+        return _json_response(self._model_card())
+
+    async def health(self, http: Request) -> Response:
+        """Liveness: once loaded it stays 200 while the supervisor can bring back what dies."""
+        if self._client.is_closing or self._client.segment.is_closed():
+            return _json_response({"status": "stopping"}, 503)
+        if self._readiness.is_loading():
+            return _json_response({"status": "loading", "missing": self._readiness.missing()}, 503)
+        if not self._readiness.supervisor_lives():
+            return _json_response({"status": "no supervisor"}, 503)
+        return _json_response({"status": "ok"})
+
+    async def ready(self, http: Request) -> Response:
+        """Readiness: a request sent now would be worked on."""
+        missing = self._readiness.missing()
+        if missing or self._client.is_closing:
+            return _json_response({"status": "not ready", "missing": missing}, 503)
+        return _json_response({"status": "ready"})
+
+    def _model_card(self) -> dict[str, object]:
+        return {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pdctl",
+            "max_model_len": self._geometry.max_context,
+            "default_sampling_params": asdict(self._config.sampling),
+        }
+
+    # --- generation ----------------------------------------------------------------------------------------
+
+    async def _handle(self, http: Request, schema: type[_GenerationRequest], prefix: str) -> Response:
+        received_ns = time.monotonic_ns()
+        given = http.headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"{prefix}-{secrets.token_hex(16)}"
+        http.state.request_id = request_id
+        try:
+            request = _parse(schema, await _read_body(http))
+            answer = await until_disconnect(http.receive, self._answer(request, request_id, received_ns))
+        except ApiError as error:
+            log.info("%s %s %d %s", request_id, http.url.path, error.status, error.code or "refused")
+            raise
+        except ClientDisconnect:
+            answer = None
+        if answer is None:
+            log.info("%s %s client left", request_id, http.url.path)
+            return Response(status_code=499)  # nobody reads it
+        return answer
+
+    async def _answer(self, request: _GenerationRequest, request_id: str, received_ns: int) -> Response:
+        self._check_model(request.model)
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
+        if self._readiness.is_loading():
+            raise ApiError(503, "the model is loading", code="loading", retry_after_s=1)
+        prompts = await self._tokenize(request)
+        answer = Answer(self._plan(request, prompts, request_id, received_ns), self._client, self._tokenizer)
+        await answer.submit()
+        if request.stream:
+            return EventStream(answer)
+        try:
+            content = await answer.collect()
+        finally:
+            answer.cancel()
+        answer.log_line(200)
+        return _json_response(content, headers={"X-Request-Id": request_id})
+
+    def _check_model(self, name: str | None) -> None:
+        served = self._config.model_name
+        if name is not None and name != served:
+            raise ApiError(
+                404,
+                f"model {name!r} is not served here: {served!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _tokenize(self, request: _GenerationRequest) -> list[list[int]]:
+        """The ids of all prompts, none empty and none outside the vocabulary."""
+        if isinstance(request, ChatRequest):
+            param = "messages"
+            messages = _template_messages(request.messages)
+            size = sum(len(message["content"]) for message in messages)
+            prompts = [await _maybe_on_thread(size, self._tokenizer.encode_chat, messages)]
+        else:
+            param = "prompt"
+            prompts = []
+            for prompt in request.prompt if isinstance(request, CompletionRequest) else ():
+                if isinstance(prompt, str):
+                    prompts.append(await _maybe_on_thread(len(prompt), self._tokenizer.encode, prompt))
+                else:
+                    prompts.append(prompt)
+        for prompt in prompts:
+            if not prompt:
+                raise ApiError(400, f"{param}: has no tokens", param=param, code="invalid_value")
+            if not (min(prompt) >= 0 and max(prompt) < self._config.vocab_size):
+                bad = min(prompt) if min(prompt) < 0 else max(prompt)
+                raise self._outside_vocabulary(param, bad)
+        return prompts
+
+    def _outside_vocabulary(self, param: str, token: int) -> ApiError:
+        message = f"{param}: token id {str(token)[:40]} is not one of 0 to {self._config.vocab_size - 1}"
+        return ApiError(400, message, param=param, code="invalid_value")
+
+    def _plan(
+        self, request: _GenerationRequest, prompts: Sequence[list[int]], request_id: str, received_ns: int
+    ) -> Plan:
+        stop_ids = tuple(request.stop_token_ids or ())
+        for token in stop_ids:
+            if not 0 <= token < self._config.vocab_size:
+                raise self._outside_vocabulary("stop_token_ids", token)
+        chat = isinstance(request, ChatRequest)
+        deadline_ns = received_ns + int(self._config.request_timeout_s * 1e9)
+        limits = [self._limit_tokens(request, len(prompt)) for prompt in prompts]
+        rows = tuple(
+            RowRequest(
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
+                tokens=prompt,
+                limit_tokens=limit,
+                params=self._row_params(request, stop_ids),
+                deadline_ns=deadline_ns,
+                received_ns=received_ns,
+            )
+            for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        )
+        options = request.stream_options
+        return Plan(
+            request_id=request_id,
+            created=int(time.time()),
+            model=self._config.model_name,
+            chat=chat,
+            rows=rows,
+            hidden_ids=frozenset(stop_ids + (() if request.ignore_eos else self._config.eos_token_ids)),
+            stops=request.stop,
+            deadline_ns=deadline_ns,
+            include_usage=options is not None and bool(options.include_usage),
+            return_token_ids=bool(request.return_token_ids),
+            timings=bool(request.timings),
+        )
+
+    def _row_params(self, request: _GenerationRequest, stop_ids: tuple[int, ...]) -> RowParams:
+        defaults = self._config.sampling
+        temperature = defaults.temperature if request.temperature is None else request.temperature
+        top_k = defaults.top_k if request.top_k is None else request.top_k
+        return RowParams(
+            temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+            top_p=defaults.top_p if request.top_p is None else request.top_p,
+            top_k=0 if top_k == -1 else min(top_k, self._config.vocab_size),
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            ignore_eos=bool(request.ignore_eos),
+            stop_ids=stop_ids,
+        )
+
+    def _limit_tokens(self, request: _GenerationRequest, num_prompt: int) -> int:
+        """Prompt and output together, at most; what a default asks for shrinks to what there is."""
+        g = self._geometry
+        capacity = g.num_blocks * g.block_tokens
+        asked, param = request.output_limit
+        prompt_param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        room = max(1, min(g.max_context, capacity) - num_prompt)
+        default = room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+        wanted = default if asked is None else asked
+        limit = num_prompt + wanted
+        if limit > g.max_context:
+            raise ApiError(
+                400,
+                f"this model's context is {g.max_context} tokens, but {limit} were asked for: "
+                f"{num_prompt} in the {prompt_param} and {wanted} in {param}",
+                param=prompt_param if num_prompt >= g.max_context else param,
+                code="context_length_exceeded",
+            )
+        if limit > capacity:
+            raise ApiError(
+                400,
+                f"{limit} tokens ({num_prompt} in the {prompt_param}, {wanted} in {param}) need "
+                f"{-(-limit // g.block_tokens)} blocks of {g.block_tokens}; the pool has {g.num_blocks}",
+                param=prompt_param if num_prompt >= capacity else param,
+                code="capacity_exceeded",
+            )
+        return limit
+
+
+def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Messages as chat templates expect them: text, never null."""
+    found = []
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            param = f"messages.{index}.content"
+            raise ApiError(400, f"{param}: is required", param=param, code="invalid_value")
+        one = {"role": message.role, "content": message.content or ""}
+        if message.name is not None:
+            one["name"] = message.name
+        found.append(one)
+    return found
+
+
+async def _maybe_on_thread(num_chars: int, encode: Any, argument: Any) -> list[int]:
+    param = "messages" if isinstance(argument, list) else "prompt"
+    try:
+        if num_chars <= _INLINE_CHARS:
+            ids = encode(argument)
+        else:
+            ids = await asyncio.to_thread(encode, argument)
+    except PromptError as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+    return list(ids)
+
+
+def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """The ASGI application over one segment."""
+    api = Api(client, tokenizer, config)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    for path, handler, method in (
+        ("/v1/completions", api.completions, "POST"),
+        ("/v1/chat/completions", api.chat_completions, "POST"),
+        ("/v1/models", api.models, "GET"),
+        ("/v1/models/{model:path}", api.model, "GET"),
+        ("/health", api.health, "GET"),
+        ("/health/ready", api.ready, "GET"),
+    ):
+        app.add_route(path, handler, methods=[method])
+
+    def headers_of(http: Request) -> dict[str, str]:
+        request_id = getattr(http.state, "request_id", None)
+        return {} if request_id is None else {"X-Request-Id": request_id}
+
+    async def on_api_error(http: Request, error: Exception) -> Response:
+        if not isinstance(error, ApiError):
+            raise error
+        return _json_response(error.body(), error.status, headers_of(http) | error.headers)
+
+    async def on_http_error(http: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            raise error
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return _json_response(error_body(error.status_code, message, code=code), error.status_code, error.headers)
+
+    async def on_bug(http: Request, error: Exception) -> Response:
+        # The server logs the traceback; the client learns nothing of the inside.
+        return _json_response(error_body(500, "internal error", code="internal_error"), 500, headers_of(http))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)
+    return app

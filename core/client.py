@@ -1,0 +1,99 @@
+"""A small HTTP client for our own API: JSON and server-sent events over the standard library.
+
+Light on purpose: `pdctl generate` must answer before a heavier client is imported. Used by generate and bench.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from pdctl.transport.errors import CapacityError, DeadlineError, NotFoundError, PdctlError, UsageError
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class Client:
+    """Talks to one server; a connection a request."""
+
+    def __init__(self, url: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        parts = urlsplit(url)
+        self.url = url
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._timeout_s = timeout_s
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One answer, whole."""
+        connection, response = self._send(path, body)
+        try:
+            answer: dict[str, Any] = json.loads(response.read())
+            return answer
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._broken(error) from error
+        finally:
+            connection.close()
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The chunks of a streamed answer, each with its arrival (monotonic ns). Closing it leaves the server.
+
+        Raises:
+            PdctlError: an error event in the stream, or a stream cut off before its end.
+        """
+        connection, response = self._send(path, {**body, "stream": True})
+        try:
+            while line := response.readline():
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                arrived = time.monotonic_ns()
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise PdctlError(f"{self.url}: {chunk['error']['message']}", hint="pdctl logs")
+                yield arrived, chunk
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._broken(error) from error
+        finally:
+            connection.close()
+        raise PdctlError(f"{self.url}: the stream was cut off", hint="pdctl status")
+
+    def _send(self, path: str, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status == 200:
+                return connection, response
+            raise _error(response.status, response.read())
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise self._broken(error) from error
+        except PdctlError:
+            connection.close()
+            raise
+
+    def _broken(self, error: Exception) -> PdctlError:
+        if isinstance(error, TimeoutError):
+            return DeadlineError(f"{self.url}: no answer in {self._timeout_s:.0f} s", hint="pdctl status")
+        if isinstance(error, ConnectionRefusedError):
+            return NotFoundError(f"{self.url}: nobody listens", hint="pdctl status")
+        return PdctlError(f"{self.url}: {type(error).__name__}: {error}", hint="pdctl status")
+
+
+def _error(status: int, body: bytes) -> PdctlError:
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = body[:200].decode(errors="replace")
+    if status == 503:
+        return CapacityError(message, hint="pdctl status")
+    if status in (408, 504):
+        return DeadlineError(message, hint="pdctl status")
+    if 400 <= status < 500:
+        return UsageError(message)
+    return PdctlError(f"HTTP {status}: {message}", hint="pdctl logs")

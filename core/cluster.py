@@ -1,0 +1,265 @@
+"""A cluster's traces on disk: its lock, its state file, and what to do with what a dead one left.
+
+    <state dir>/<name>/lock        flocked by the supervisor for its life: held = running
+    <state dir>/<name>/state.json  written whole by rename: where to find everything
+    <state dir>/<name>/bell-<n>    the participants' sockets
+    <state dir>/logs/<name>/       the only thing that `down` leaves
+
+Used by the supervisor and by every command. No torch; takes no lock but the cluster's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdctl.core.config import ClusterSpec
+from pdctl.transport.errors import AlreadyRunningError, NotFoundError, PdctlError, UsageError
+from pdctl.transport.mapping import unlink_if_orphaned
+from pdctl.transport.names import (
+    SegmentName,
+    check_cluster,
+    cluster_dir,
+    log_dir,
+    parse_segment_name,
+    segments_of,
+)
+
+STATE_SCHEMA = 1
+_LOCK, _STATE, _SPEC = "lock", "state.json", "spec.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterState:
+    """What state.json holds.
+
+    Attributes:
+        phase: "starting", "running" or "stopping".
+        supervisor_start_time: clock ticks after boot; with the PID it names the process.
+    """
+
+    name: str
+    phase: str
+    supervisor_pid: int
+    supervisor_start_time: int
+    segment: str
+    url: str
+    started_unix_ns: int
+    spec: ClusterSpec
+
+    @property
+    def segment_name(self) -> SegmentName:
+        name = parse_segment_name(self.segment)
+        if name is None:
+            raise NotFoundError(f"state file: {self.segment!r} is not a segment's name", hint="pdctl down")
+        return name
+
+
+def spec_path(state_dir: Path, name: str) -> Path:
+    return cluster_dir(state_dir, name) / _SPEC
+
+
+def private_directory(path: Path) -> None:
+    """Make a directory that only this user can enter, or check that it is one.
+
+    Raises:
+        UsageError: it cannot be made, belongs to somebody else, or is open to others.
+    """
+    hint = "set PDCTL_STATE_DIR or --state-dir to a directory of your own"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise UsageError(f"state directory {path}: {error.strerror}", hint=hint) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"state directory {path}: is not a directory", hint=hint)
+    if found.st_uid != os.getuid():
+        raise UsageError(f"state directory {path}: belongs to user {found.st_uid}, not {os.getuid()}", hint=hint)
+    if found.st_mode & 0o077:
+        try:
+            path.chmod(0o700)
+        except OSError as error:
+            raise UsageError(f"state directory {path}: open to other users ({error.strerror})", hint=hint) from error
+
+
+class ClusterLock:
+    """The flock that makes one supervisor the only one of its name."""
+
+    def __init__(self, state_dir: Path, name: str) -> None:
+        self._path = cluster_dir(state_dir, name) / _LOCK
+        self._fd = -1
+
+    def acquire(self, wait_s: float) -> bool:
+        """Take it, waiting for one that is on its way out; False if it stays taken."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            private_directory(self._path.parent)
+            try:
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:  # the directory was removed between the two calls
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The holder before us may have removed the file that we opened.
+                if os.path.samestat(os.fstat(fd), self._path.lstat()):
+                    self._fd = fd
+                    return True
+            except FileNotFoundError:
+                pass
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(fd)
+                    return False
+                time.sleep(0.05)
+            os.close(fd)
+
+    def release(self, *, remove: bool) -> None:
+        """Let go; with `remove`, take the cluster's directory away first."""
+        if self._fd < 0:
+            return
+        if remove:
+            shutil.rmtree(self._path.parent, ignore_errors=True)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def is_locked(state_dir: Path, name: str) -> bool:
+    """Whether a supervisor of this name lives. Takes nothing but the blink of a shared lock."""
+    try:
+        fd = os.open(cluster_dir(state_dir, name) / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def write_state(state: ClusterState) -> None:
+    """Replace state.json as a whole."""
+    directory = cluster_dir(state.spec.state_dir, state.name)
+    values = {
+        "schema": STATE_SCHEMA,
+        "name": state.name,
+        "phase": state.phase,
+        "supervisor_pid": state.supervisor_pid,
+        "supervisor_start_time": state.supervisor_start_time,
+        "segment": state.segment,
+        "url": state.url,
+        "started_unix_ns": state.started_unix_ns,
+        "spec": json.loads(state.spec.to_json()),
+    }
+    write_private(directory / _STATE, json.dumps(values, indent=1))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that is seen whole or not at all, mode 0600."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def read_state(state_dir: Path, name: str) -> ClusterState | None:
+    """The state file's content; None if it is missing, garbage or of another schema."""
+    try:
+        values: dict[str, Any] = json.loads((cluster_dir(state_dir, name) / _STATE).read_text())
+        if values.pop("schema") != STATE_SCHEMA:
+            return None
+        values["spec"] = ClusterSpec.from_json(json.dumps(values["spec"]))
+        state = ClusterState(**values)
+        _ = state.segment_name
+        return state if state.name == name else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, PdctlError):
+        return None
+
+
+def list_clusters(state_dir: Path) -> list[str]:
+    """Names that have a directory, running or not."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in sorted(state_dir.iterdir()):
+            with contextlib.suppress(UsageError):
+                if entry.is_dir() and (entry / _LOCK).exists():
+                    found.append(check_cluster(entry.name))
+    return found
+
+
+def running(state_dir: Path, name: str) -> ClusterState:
+    """The state of a cluster whose supervisor lives.
+
+    Raises:
+        NotFoundError: there is none, or it died (the message says which).
+    """
+    up = "pdctl up" if name == "default" else f"pdctl up --name {name}"
+    if not is_locked(state_dir, name):
+        left = read_state(state_dir, name)
+        if left is not None or segments_of(name):
+            raise NotFoundError(f"cluster {name!r}: crashed (its supervisor is gone)", hint=f"pdctl down; {up}")
+        raise NotFoundError(f"cluster {name!r}: not running", hint=up)
+    state = read_state(state_dir, name)
+    if state is None:
+        raise NotFoundError(f"cluster {name!r}: is just starting or stopping", hint="pdctl status")
+    return state
+
+
+def already_running(state: ClusterState | None, name: str) -> AlreadyRunningError:
+    if state is None:
+        return AlreadyRunningError(f"cluster {name!r}: already starting", hint=f"pdctl status --name {name}")
+    return AlreadyRunningError(
+        f"cluster {name!r}: already {state.phase} at {state.url} (supervisor {state.supervisor_pid})",
+        hint=f"pdctl status --name {name}, or pdctl down --name {name}",
+    )
+
+
+def remove_stale(name: str, *, wait_s: float = 5.0) -> list[SegmentName]:
+    """Unlink the segments that dead supervisors of this name left. Call with the cluster's lock held.
+
+    Their daemons are killed by the kernel when the supervisor dies; give the last of them a moment.
+
+    Returns:
+        The segments removed.
+    """
+    removed, deadline = [], time.monotonic() + wait_s
+    for segment in segments_of(name):
+        while not unlink_if_orphaned(segment):
+            if time.monotonic() > deadline:
+                raise AlreadyRunningError(
+                    f"segment {segment}: a process of an earlier cluster still holds it", hint="pdctl status"
+                )
+            time.sleep(0.02)
+        removed.append(segment)
+    return removed
+
+
+def tidy(state_dir: Path, name: str) -> list[SegmentName]:
+    """Remove all that a dead cluster left but its logs.
+
+    Returns:
+        The segments removed.
+    """
+    lock = ClusterLock(state_dir, name)
+    if not cluster_dir(state_dir, name).exists() and not segments_of(name):
+        return []
+    if not lock.acquire(0):
+        return []
+    try:
+        return remove_stale(name)
+    finally:
+        lock.release(remove=True)
+
+
+def logs_of(state_dir: Path, name: str) -> Path:
+    return log_dir(state_dir, name)

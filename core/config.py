@@ -1,0 +1,165 @@
+"""What a cluster is made of: one frozen record, validated once, passed on as JSON.
+
+Flag > environment (`PDCTL_*`) > default. Knows the segment's geometry; no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdctl.core.numerics import numerics
+from pdctl.transport.errors import IncompatibleError, UsageError
+from pdctl.transport.layout import DType, Geometry
+from pdctl.transport.names import check_cluster, check_socket_room
+from pdctl.transport.segment import Expected
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+DTYPES = ("float32", "bfloat16")
+MAX_DAEMONS = 16
+DEFAULT_KV_GIB = 1.0
+DEFAULT_MAX_CONTEXT = 8192
+# A restarted daemon must find room for two: one prompt and one answer.
+MIN_BLOCKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """One cluster, fully decided.
+
+    Attributes:
+        model_path: directory with config.json, tokenizer and safetensors.
+        model_name: the name it is served under.
+        fingerprint: 64 bits that tell these weights from others.
+        block_tokens, num_blocks: the pool.
+        max_context: tokens of one request, prompt and output together.
+        local_prefill_tokens: uncached prompt tokens that a decode daemon computes itself; 0: none.
+        chunk_tokens: prompt tokens of one prefill forward.
+        max_batch: rows that one decode daemon runs at once.
+    """
+
+    name: str
+    state_dir: Path
+    model_path: Path
+    model_name: str
+    fingerprint: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_prefill: int = 1
+    num_decode: int = 1
+    dtype: str = "bfloat16"
+    block_tokens: int = 16
+    num_blocks: int = 1024
+    max_context: int = DEFAULT_MAX_CONTEXT
+    max_rows: int = 128
+    threads_prefill: int = 1
+    threads_decode: int = 1
+    local_prefill_tokens: int = 32
+    chunk_tokens: int = 256
+    max_batch: int = 32
+
+    def __post_init__(self) -> None:
+        check_cluster(self.name)
+        check_socket_room(self.state_dir, self.name)
+        _check_choice("--dtype", self.dtype, DTYPES)
+        _check_choice("--block-size", self.block_tokens, BLOCK_SIZES)
+        _check_range("--port", self.port, 0, 65535)
+        _check_range("--prefill", self.num_prefill, 1, MAX_DAEMONS)
+        _check_range("--decode", self.num_decode, 1, MAX_DAEMONS)
+        _check_range("--kv-blocks", self.num_blocks, MIN_BLOCKS, 1 << 32)
+        _check_range("--max-context", self.max_context, 2, 1 << 24)
+        _check_range("--threads", self.threads_prefill, 1, 1024)
+        _check_range("--threads", self.threads_decode, 1, 1024)
+        _check_range("--local-prefill-tokens", self.local_prefill_tokens, 0, 1 << 24)
+        _check_range("--chunk-tokens", self.chunk_tokens, 1, 1 << 16)
+        _check_range("--max-batch", self.max_batch, 1, 1024)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(
+            num_blocks=self.num_blocks,
+            block_tokens=self.block_tokens,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=DType.FLOAT32 if self.dtype == "float32" else DType.BFLOAT16,
+            max_rows=self.max_rows,
+            max_context=self.max_context,
+        )
+
+    @property
+    def expected(self) -> Expected:
+        """What a daemon built for this cluster must find in the segment."""
+        geometry = self.geometry
+        return Expected(
+            fingerprint=self.fingerprint,
+            numerics_id=numerics(self.dtype).id,
+            dtype=geometry.dtype,
+            block_tokens=self.block_tokens,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+
+    def to_json(self) -> str:
+        values = dataclasses.asdict(self)
+        return json.dumps({key: str(v) if isinstance(v, Path) else v for key, v in values.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterSpec:
+        """The record that `to_json` wrote.
+
+        Raises:
+            IncompatibleError: not such a record.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            values["state_dir"] = Path(values["state_dir"])
+            values["model_path"] = Path(values["model_path"])
+            values["eos_token_ids"] = tuple(values["eos_token_ids"])
+            return cls(**values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise IncompatibleError(f"cluster specification: {error}") from error
+
+
+def _check_range(flag: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UsageError(f"{flag} {value}: expected {low} to {high}", hint="pdctl up --help")
+
+
+def _check_choice(flag: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(str(choice) for choice in choices)
+        raise UsageError(f"{flag} {value}: expected one of {listed}", hint="pdctl up --help")
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def default_threads(total: int | None) -> tuple[int, int]:
+    """(prefill, decode) threads: prefill may use every core, decode leaves it one.
+
+    Args:
+        total: --threads; None: OMP_NUM_THREADS if set, else all cores.
+    """
+    if total is None:
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        total = int(given) if given.isdecimal() and int(given) > 0 else usable_cores()
+    return total, max(1, total - 1)
+
+
+def blocks_for(kv_gib: float, block_bytes: int) -> int:
+    """Blocks of a pool of `kv_gib` GiB."""
+    if not 0 < kv_gib <= 1 << 20:
+        raise UsageError(f"--kv-gib {kv_gib}: expected more than 0, at most 1048576", hint="pdctl up --help")
+    return int(kv_gib * (1 << 30)) // block_bytes

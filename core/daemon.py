@@ -1,0 +1,201 @@
+"""A prefill or decode daemon: attach to the segment, prove the arithmetic, then step while there is work.
+
+Holds nothing that the segment does not: killed at any instruction, its rows go on elsewhere. Forked from the
+zygote with the weights already there; `python -m pdctl.core.daemon` loads its own (slower, more memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from pdctl.core import logs
+from pdctl.core.attention import TokenRun
+from pdctl.core.config import ClusterSpec
+from pdctl.core.decode import DecodeEngine
+from pdctl.core.model import Model
+from pdctl.core.prefill import PrefillEngine
+from pdctl.core.process import die_with_parent, set_process_name
+from pdctl.transport.doorbell import Bell
+from pdctl.transport.layout import H, P
+from pdctl.transport.names import SegmentName, cluster_dir, log_dir, parse_segment_name
+from pdctl.transport.segment import ParticipantState, Role, Segment
+
+_log = logging.getLogger("daemon")
+# Without a bell, look for work this often.
+_SCAN_S = 1.0
+_POPULATE_STEP_BYTES = 32 << 20
+# Above the others of this user, below nothing: prefill gives way to decode where they share a core.
+_PREFILL_NICENESS = 5
+
+
+class Daemon:
+    """One daemon process, from attach to the last step."""
+
+    def __init__(self, spec: ClusterSpec, segment_name: SegmentName, role: Role, model: Model) -> None:
+        self._role = role
+        self._stopping = False
+        torch.set_num_threads(spec.threads_prefill if role is Role.PREFILL else spec.threads_decode)
+        if role is Role.PREFILL:
+            os.nice(_PREFILL_NICENESS)
+        # Room is checked before rows are touched: an incompatible daemon never attaches.
+        self._segment = Segment.open(segment_name, expected=spec.expected)
+        self._me = self._segment.attach(role)
+        self._bell = Bell(cluster_dir(spec.state_dir, spec.name), self._me.slot)
+        self._me.put(P.THREADS, torch.get_num_threads())
+        self._pages = _map_pages(self._segment)
+        self._model = model
+        model.use_pages(self._pages)
+        engine = PrefillEngine if role is Role.PREFILL else DecodeEngine
+        self._engine = engine(self._segment, self._me, model, spec, self._ring)
+
+    def run(self) -> None:
+        """Serve until SIGTERM, or until the segment is closed."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._populate, name="populate", daemon=True).start()
+        exact = numerics_hold(self._model)
+        self._me.put(P.BIT_EXACT, 1 + exact)
+        if not exact:
+            _log.warning("numerics: batch size or chunking changes bits here; answers are exact up to ties")
+        self._me.put(P.READY_NS, time.monotonic_ns())
+        self._me.put(P.STATE, ParticipantState.READY)
+        self._ring(Role.SUPERVISOR)
+        self._ring(Role.ROUTER)
+        _log.info("ready: slot %d, %s, bit-exact %s", self._me.slot, self._model.numerics.label, exact)
+        collected = True
+        while not self._stopping and not self._segment.is_closed():
+            # Drain before the scan: a bell rung during it must wake us.
+            self._bell.drain()
+            if self._engine.step():
+                collected = False
+                continue
+            if self._bell.wait(0.02 if self._role is Role.DECODE and self._has_waiting() else _SCAN_S):
+                continue
+            if not collected:
+                gc.collect()  # automatic collection is off: it would pause a step
+                collected = True
+        self._me.put(P.STATE, ParticipantState.STOPPING)
+        self._engine.release()
+        self._segment.detach(self._me)
+        self._bell.close()
+        _log.info("stopped")
+
+    def _has_waiting(self) -> bool:
+        return isinstance(self._engine, DecodeEngine) and self._engine.has_waiting
+
+    def _stop(self, *_: Any) -> None:
+        self._stopping = True
+        self._bell.ring(self._me.slot)
+
+    def _ring(self, role: Role) -> None:
+        for slot in self._segment.slots(role):
+            if slot != self._me.slot:
+                self._bell.ring(slot)
+
+    def _populate(self) -> None:
+        """Map the pool's pages ahead, so that no request pays for the first touch."""
+        start, total = self._segment.layout.kv_offset, self._segment.layout.total_bytes
+        while start < total and not self._stopping:
+            length = min(_POPULATE_STEP_BYTES, total - start)
+            if not self._segment.mapping.populate(start, length, write=True):
+                return
+            start += length
+            time.sleep(0)
+
+
+def _map_pages(segment: Segment) -> torch.Tensor:
+    """The KV pages, not copied: [num_blocks, layers, 2, kv_heads, block_tokens, head_dim]."""
+    g = segment.geometry
+    dtype = torch.float32 if g.dtype.label == "float32" else torch.bfloat16
+    shape = (g.num_blocks, g.num_layers, 2, g.num_kv_heads, g.block_tokens, g.head_dim)
+    count = g.kv_bytes // g.dtype.num_bytes
+    flat = torch.frombuffer(segment.mapping.memory, dtype=dtype, count=count, offset=int(segment.words[H.KV_OFFSET]))
+    return flat.view(shape)
+
+
+def numerics_hold(model: Model) -> bool:
+    """Whether this machine gives one prompt the same bits as one chunk, as several, and among others.
+
+    Runs on pages of its own: nothing here touches the segment. Also the warm-up of every kernel.
+    """
+    paged = model.paged
+    if paged is None:
+        raise RuntimeError("numerics: no KV pages in use")
+    shape = (8, *paged.pages.shape[1:4], 16, paged.pages.shape[5])
+    tokens = [(7 * position + 3) % model.vocab_size for position in range(26)]
+    others = [[(5 * position + row) % model.vocab_size for position in range(9)] for row in range(3)]
+    table = [0, 1]
+    try:
+        model.use_pages(torch.zeros(shape, dtype=model.dtype))
+        whole = model.forward(tokens, [TokenRun(block_table=table, start=0, length=26)], [25])
+        pages_whole = _used(model)
+        model.use_pages(torch.zeros(shape, dtype=model.dtype))
+        for row, other in enumerate(others):
+            model.forward(other[:8], [TokenRun(block_table=[2 + row], start=0, length=8)], [])
+        model.forward(tokens[:7], [TokenRun(block_table=table, start=0, length=7)], [])
+        model.forward(tokens[7:25], [TokenRun(block_table=table, start=7, length=18)], [])
+        runs = [TokenRun(block_table=[2 + row], start=8, length=1) for row in range(3)]
+        runs.insert(1, TokenRun(block_table=table, start=25, length=1))
+        packed = [others[0][8], tokens[25], others[1][8], others[2][8]]
+        among = model.forward(packed, runs, [0, 1, 2, 3])
+        pages_among = _used(model)
+    finally:
+        model.use_pages(paged.pages)
+    assert whole is not None and among is not None
+    return bool(torch.equal(whole[0], among[1]) and torch.equal(pages_whole, pages_among))
+
+
+def _used(model: Model) -> torch.Tensor:
+    assert model.paged is not None
+    blocks = model.paged.pages[:2]
+    return torch.cat([blocks[0], blocks[1, :, :, :, :10]], dim=-2).clone()
+
+
+def serve(spec: ClusterSpec, segment_name: SegmentName, role: Role, index: int, model: Model) -> None:
+    """The life of a forked daemon, up to its exit code."""
+    logs.setup(log_dir(spec.state_dir, spec.name), f"{role.label}-{index}")
+    set_process_name(f"pdctl-{role.label}-{index}")
+    Daemon(spec, segment_name, role, model).run()
+
+
+def main() -> None:
+    """Run one daemon that loads its own weights; refuses a segment that was made for others."""
+    parser = argparse.ArgumentParser(prog="python -m pdctl.core.daemon")
+    parser.add_argument("role", choices=[Role.PREFILL.label, Role.DECODE.label])
+    parser.add_argument("--spec", type=Path, required=True, help="the cluster's spec.json, perhaps edited")
+    parser.add_argument("--segment", required=True)
+    parser.add_argument("--index", type=int, default=99)
+    parser.add_argument("--parent", type=int, default=0)
+    given = parser.parse_args()
+    from pdctl.core.model import load
+    from pdctl.core.numerics import numerics
+    from pdctl.transport.errors import PdctlError
+
+    if given.parent:
+        die_with_parent(given.parent)
+    spec = ClusterSpec.from_json(given.spec.read_text())
+    name = parse_segment_name(given.segment)
+    if name is None:
+        sys.exit(f"{given.segment}: not a segment's name")
+    try:
+        # Before the weights: a daemon that does not fit says so at once.
+        Segment.open(name, expected=spec.expected).close()
+        role = Role[given.role.upper()]
+        serve(spec, name, role, given.index, load(spec.model_path, numerics(spec.dtype)))
+    except PdctlError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""A transformers model whose attention works on a shared KV pool: load it, run packed tokens through it.
+
+Called by the zygote (load) and the engines (forward). Knows nothing of rows, states or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pdctl.core import attention
+from pdctl.core.attention import PagedKV, TokenRun
+from pdctl.core.numerics import MIN_FORWARD_ROWS, Numerics
+from torch import Tensor, nn
+
+_NAME = "pdctl"
+
+
+class WidenedLinear(nn.Module):
+    """A bfloat16 linear layer on a CPU without bfloat16 matrix kernels: multiplied in float32, rounded once."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().float(), requires_grad=False)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float(), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.float(), self.weight, self.bias).to(x.dtype)
+
+
+class Model:
+    """Weights, and one forward for all.
+
+    Attributes:
+        vocab_size: number of logits.
+    """
+
+    def __init__(self, module: Any, numerics: Numerics) -> None:
+        self._decoder = module.model
+        self._head = module.lm_head
+        self.numerics = numerics
+        self.vocab_size = int(module.config.vocab_size)
+        self.dtype: torch.dtype = getattr(torch, numerics.dtype)
+        self.paged: PagedKV | None = None
+
+    def use_pages(self, pages: Tensor) -> None:
+        """Attend over these pages: [num_blocks, layers, 2, kv_heads, block_tokens, head_dim]."""
+        self.paged = PagedKV(pages)
+        attention.use(self.paged)
+
+    @torch.inference_mode()
+    def forward(self, tokens: list[int], runs: list[TokenRun], logit_rows: list[int]) -> Tensor | None:
+        """Run packed tokens; their KV is in the pages when this returns.
+
+        Args:
+            tokens: ids of all runs, one after the other.
+            runs: where each part of `tokens` belongs.
+            logit_rows: indices into `tokens` whose logits are wanted; empty for prefill.
+
+        Returns:
+            float32 [len(logit_rows), vocab_size]; None if none are wanted.
+        """
+        if self.paged is None:
+            raise RuntimeError("model: no KV pages in use")
+        self.paged.prepare(runs)
+        positions = [position for run in runs for position in range(run.start, run.start + run.length)]
+        padding = max(0, MIN_FORWARD_ROWS - len(tokens))
+        hidden = self._decoder(
+            input_ids=torch.tensor([tokens + tokens[-1:] * padding]),
+            position_ids=torch.tensor([positions + positions[-1:] * padding]),
+            use_cache=False,
+        ).last_hidden_state[0]
+        if not logit_rows:
+            return None
+        wanted = logit_rows + logit_rows[-1:] * max(0, MIN_FORWARD_ROWS - len(logit_rows))
+        logits: Tensor = self._head(hidden[wanted])
+        return logits[: len(logit_rows)].float()
+
+
+def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | None = None) -> Model:
+    """Load a checkpoint for pool attention.
+
+    Args:
+        progress: called with (layers done, layers in all) while linear layers are prepared.
+
+    Raises:
+        OSError, ValueError: transformers' own, for files it cannot read.
+    """
+    import transformers
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.masking_utils import AttentionMaskInterface
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    AttentionInterface.register(_NAME, attention.attention_function)
+    AttentionMaskInterface.register(_NAME, attention.no_mask)
+    module = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=getattr(torch, numerics.dtype),
+        attn_implementation=_NAME,
+        trust_remote_code=False,
+        local_files_only=True,
+    ).eval()
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    if numerics.linear == "widened":
+        linears = [
+            (parent, name, child)
+            for parent in module.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, nn.Linear)
+        ]
+        for done, (parent, name, child) in enumerate(linears):
+            setattr(parent, name, WidenedLinear(child))
+            if progress is not None:
+                progress(done + 1, len(linears))
+    return Model(module, numerics)

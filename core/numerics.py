@@ -1,0 +1,94 @@
+"""Which arithmetic a daemon computes with, known before torch is loaded.
+
+Logits and KV must depend on a row's tokens and the model alone. Stock kernels choose other instruction orders by
+batch size and thread count; these settings, padded forwards and an attention that adds in one fixed order
+(attention.py) take that freedom away. What they settled on is the segment's numerics id: daemons that compute
+differently cannot share KV.
+
+Knows nothing of models; called by the supervisor, the zygote and the daemons. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+# Raised whenever our own arithmetic changes: attention, sampler, padding.
+NUMERICS_VERSION = 1
+# Linear layers give a row the same bits for every number of rows from here on (measured; probed at start).
+MIN_FORWARD_ROWS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """One way to compute.
+
+    Attributes:
+        isa: the instruction set that matrix kernels are held to: "avx512" or "avx2".
+        linear: "native" runs linear layers in the model's dtype; "widened" multiplies bfloat16 weights as
+            float32, because this CPU has no bfloat16 matrix kernels (its emulation is 4 times slower).
+        dtype: of weights, activations and KV.
+    """
+
+    isa: str
+    linear: str
+    dtype: str
+    torch_version: str
+    transformers_version: str
+
+    @property
+    def id(self) -> int:
+        text = "|".join(
+            (
+                str(NUMERICS_VERSION),
+                self.isa,
+                self.linear,
+                self.dtype,
+                self.torch_version,
+                self.transformers_version,
+            )
+        )
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    @property
+    def label(self) -> str:
+        return f"{self.dtype}, {self.isa}, linear {self.linear}"
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def numerics(dtype: str) -> Numerics:
+    """How this machine computes in `dtype` ("float32" or "bfloat16")."""
+    flags = _cpu_flags()
+    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags
+    return Numerics(
+        isa="avx512" if avx512 else "avx2",
+        linear="native" if dtype == "float32" or avx512 else "widened",
+        dtype=dtype,
+        torch_version=metadata.version("torch"),
+        transformers_version=metadata.version("transformers"),
+    )
+
+
+def environment(chosen: Numerics) -> dict[str, str]:
+    """Environment variables that must stand before torch is loaded.
+
+    MKL_CBWR holds matrix kernels to one instruction order; a passive wait keeps the idle threads of one daemon
+    from spinning on the cores of another (spinning halves prefill's speed).
+    """
+    return {
+        "MKL_CBWR": f"{chosen.isa.upper()},STRICT",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1)),
+    }

@@ -1,0 +1,458 @@
+"""Requests in flight: rows on one side, text on the other.
+
+`RowClient` is the router's hand in the segment: it submits, listens to the bell, copies tokens out, cancels
+and recycles. `RowStream` is one row as its reader sees it. `Choice` makes text of it and ends it at a stop
+string. All run on one event loop and none blocks it. Knows nothing of HTTP; called by api.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdctl.core.detokenizer import StopChecker
+from pdctl.transport.doorbell import Bell
+from pdctl.transport.errors import PdctlError
+from pdctl.transport.layout import R
+from pdctl.transport.rows import OWNED, TERMINAL, FinishReason, RowParams, RowState
+from pdctl.transport.segment import Participant, Role, Segment
+
+if TYPE_CHECKING:
+    from pdctl.core.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SCAN_INTERVAL_S = 1.0
+QUEUE_LIMIT = 1024
+_TERMINAL = frozenset(map(int, TERMINAL))
+
+
+class QueueFullError(Exception):
+    """More requests wait for a row than may."""
+
+
+class ShuttingDownError(Exception):
+    """The router is about to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRequest:
+    """What goes into a row.
+
+    Attributes:
+        tokens: the prompt's ids.
+        limit_tokens: prompt and output together.
+        deadline_ns: CLOCK_MONOTONIC; also the end of waiting for a row.
+        received_ns: when the client's request was read.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    limit_tokens: int
+    params: RowParams
+    deadline_ns: int
+    received_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEnd:
+    """How a row ended, or why nobody waits for its end."""
+
+    state: RowState
+    reason: FinishReason = FinishReason.NONE
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowStats:
+    """Where a request's time and tokens went. None: that phase did not happen (yet).
+
+    Attributes:
+        queue_ms: waiting, for a row and then for the first daemon.
+        prefill_ms: from a prefill daemon's claim to READY.
+        handover_us: from READY after prefill to a decode daemon's claim.
+        decode_ms: from that claim to the end.
+        first_token_ms: from the request's arrival to its first token.
+        cached_tokens, prefill_tokens, local_tokens: prompt tokens taken from the cache, computed by prefill
+            daemons, and computed by decode daemons.
+        adoptions, preemptions: how often it changed hands after a death, or lost its blocks. After either,
+            the times are those of the last passage.
+    """
+
+    queue_ms: float | None
+    prefill_ms: float | None
+    handover_us: float | None
+    decode_ms: float | None
+    first_token_ms: float | None
+    cached_tokens: int
+    prefill_tokens: int
+    local_tokens: int
+    prefill_slot: int | None
+    decode_slot: int | None
+    adoptions: int
+    preemptions: int
+
+
+class RowStream:
+    """One request in its row. Tokens wait here, not in the segment, for a reader who is slow.
+
+    Attributes:
+        end: set once; what `take` returns after that is the rest.
+    """
+
+    def __init__(
+        self, client: RowClient, request: RowRequest, row: int, generation: int, on_news: Callable[[], None]
+    ) -> None:
+        self.request = request
+        self.row = row
+        self.generation = generation
+        self.on_news = on_news
+        self.end: RowEnd | None = None
+        self._client = client
+        self._pending: list[int] = []
+        self._stats: RowStats | None = None
+        self._position = len(request.tokens)
+
+    def take(self) -> list[int]:
+        """The tokens that came since the last call."""
+        taken, self._pending = self._pending, []
+        return taken
+
+    def cancel(self) -> None:
+        """Want no more of it: the row ends soon and is recycled then. Nothing happens after the end."""
+        self._client.cancel(self)
+
+    def stats(self) -> RowStats:
+        """As of now; as of the end once that is known."""
+        return self._stats or self._client.read_stats(self)
+
+    def read(self, rows_new_tokens: Callable[[int, int, int], list[int]]) -> bool:
+        """Copy new tokens out of the row; whether there were any. For the client."""
+        tokens = rows_new_tokens(self.row, self.generation, self._position)
+        self._position += len(tokens)
+        self._pending += tokens
+        return bool(tokens)
+
+    def close(self, end: RowEnd) -> None:
+        """Note the end, with the stamps as they are now. For the client."""
+        self._stats = self._client.read_stats(self)
+        self.end = end
+
+
+class RowClient:
+    """All requests of this router.
+
+    Args:
+        me: attached as router.
+        bell: the own bell.
+        local_prefill_tokens: see `Rows.submit`.
+        queue_limit: requests that may wait for a row.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        me: Participant,
+        bell: Bell,
+        *,
+        local_prefill_tokens: int,
+        queue_limit: int = QUEUE_LIMIT,
+    ) -> None:
+        self.segment = segment
+        self._rows = segment.rows
+        self._me = me
+        self._bell = bell
+        self._local_prefill_tokens = local_prefill_tokens
+        self._queue_limit = queue_limit
+        self._live: dict[int, RowStream] = {}
+        self._num_waiting = 0
+        self._turn = asyncio.Lock()  # fair: first come, first served
+        self._freed = asyncio.Event()
+        self._closing = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Rows that are ours, those that only wait for their owner to let go included."""
+        return len(self._live)
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    # --- life ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen to the bell. On the event loop's thread."""
+        asyncio.get_running_loop().add_reader(self._bell.fileno(), self._on_bell)
+        self._on_timer()
+
+    def begin_shutdown(self, why: str) -> None:
+        """End all streams now, with `why` as the error; take no more."""
+        self._closing = True
+        self._freed.set()
+        for stream in list(self._live.values()):
+            if stream.end is None:
+                stream.close(RowEnd(state=RowState.FAILED, error=why))
+                self._cancel_row(stream)
+                stream.on_news()
+
+    async def finish_shutdown(self, timeout_s: float) -> int:
+        """Wait for the owners to let go of the cancelled rows; returns how many did not."""
+        deadline = time.monotonic() + timeout_s
+        while self._live and time.monotonic() < deadline:
+            self._scan()
+            await asyncio.sleep(0.01)
+        if self._timer is not None:
+            self._timer.cancel()
+        asyncio.get_running_loop().remove_reader(self._bell.fileno())
+        return len(self._live)
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    async def submit(self, request: RowRequest, on_news: Callable[[], None]) -> RowStream:
+        """Put a request into a row, once there is one.
+
+        Args:
+            on_news: called on the event loop whenever tokens or the end came.
+
+        Raises:
+            UsageError, CapacityError: it can never fit.
+            QueueFullError: too many wait already.
+            ShuttingDownError: the router ends.
+            TimeoutError: no row before its deadline.
+        """
+        if self._num_waiting >= self._queue_limit:
+            raise QueueFullError(f"{self._num_waiting} requests wait for a row already")
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout_at(request.deadline_ns / 1e9), self._turn:
+                while True:
+                    if self._closing:
+                        raise ShuttingDownError
+                    self._freed.clear()
+                    claim = self._rows.submit(
+                        self._me,
+                        request_id=request.request_id,
+                        tokens=request.tokens,
+                        limit_tokens=request.limit_tokens,
+                        params=request.params,
+                        local_prefill_tokens=self._local_prefill_tokens,
+                        deadline_ns=request.deadline_ns,
+                    )
+                    if claim is not None:
+                        break
+                    await self._freed.wait()
+                # No await from here to the end: nothing can come between the row and its entry.
+                stream = RowStream(self, request, claim.row, claim.generation, on_news)
+                self._live[claim.row] = stream
+        finally:
+            self._num_waiting -= 1
+        state = self._rows.state(claim.row)
+        if state is RowState.QUEUED:
+            self._ring(Role.PREFILL)
+        elif state is RowState.READY:
+            self._ring(Role.DECODE)
+        return stream
+
+    def cancel(self, stream: RowStream) -> None:
+        if stream.end is None:
+            stream.close(RowEnd(state=RowState.CANCELLED))
+            self._cancel_row(stream)
+
+    def _cancel_row(self, stream: RowStream) -> None:
+        row = stream.row
+        try:
+            self._rows.cancel(row, stream.generation)
+        except PdctlError as error:  # the lock is held by a stopped process; the timer tries again
+            log.warning("%s: cancelling row %d: %s", stream.request.request_id, row, error)
+            return
+        state = self._rows.state(row)
+        if state in _TERMINAL:
+            self._let_go(stream)
+        elif state in OWNED:
+            self._bell.ring(self._rows.get(row, R.OWNER) - 1)
+
+    def read_stats(self, stream: RowStream) -> RowStats:
+        """The row's stamps and counts; only while the row is this stream's."""
+        rows, row = self._rows, stream.row
+        created, queued = rows.get(row, R.T_CREATED), rows.get(row, R.T_QUEUED)
+        prefilling, ready = rows.get(row, R.T_PREFILLING), rows.get(row, R.T_READY)
+        decoding, first = rows.get(row, R.T_DECODING), rows.get(row, R.T_FIRST_TOKEN)
+        finished = rows.get(row, R.T_FINISHED) or time.monotonic_ns()
+        waited = max(0, created - stream.request.received_ns)
+        claimed = prefilling if prefilling else decoding
+        since = queued if prefilling else ready
+        return RowStats(
+            queue_ms=round((waited + claimed - since) / 1e6, 3) if claimed else None,
+            prefill_ms=_span(prefilling, ready, 1e6),
+            handover_us=_span(ready, decoding, 1e3) if prefilling else None,
+            decode_ms=_span(decoding, finished, 1e6),
+            first_token_ms=_span(stream.request.received_ns, first, 1e6),
+            cached_tokens=rows.get(row, R.CACHED_TOKENS),
+            prefill_tokens=rows.get(row, R.PREFILLED_TOKENS),
+            local_tokens=rows.get(row, R.LOCAL_TOKENS),
+            prefill_slot=(rows.get(row, R.PREFILL_SLOT) or 0) - 1 if prefilling else None,
+            decode_slot=(rows.get(row, R.DECODE_SLOT) or 0) - 1 if decoding else None,
+            adoptions=rows.get(row, R.ADOPTIONS),
+            preemptions=rows.get(row, R.PREEMPTIONS),
+        )
+
+    # --- scanning ------------------------------------------------------------------------------------------
+
+    def _on_bell(self) -> None:
+        self._bell.drain()
+        self._scan()
+
+    def _on_timer(self) -> None:
+        """Bells may be lost, and cancelling may have had to wait: once a second look at everything."""
+        self._timer = asyncio.get_running_loop().call_later(SCAN_INTERVAL_S, self._on_timer)
+        for stream in list(self._live.values()):
+            if stream.end is not None:
+                self._cancel_row(stream)
+        self._scan()
+        self._freed.set()  # the supervisor recycles rows too
+
+    def _scan(self) -> None:
+        if not self._live:
+            return
+        # States before tokens: a row seen at its end has all its tokens in place.
+        states = self._rows.states()
+        new_tokens = self._rows.new_tokens
+        for stream in list(self._live.values()):
+            state = states[stream.row]
+            news = stream.end is None and stream.read(new_tokens)
+            if state in _TERMINAL:
+                news = self._note_end(stream, RowState(state)) or news
+                self._let_go(stream)
+            elif state == RowState.FREE:
+                news = self._note_end(stream, RowState.FAILED, "its row was taken away") or news
+                self._drop(stream)
+            if news:
+                stream.on_news()
+
+    def _note_end(self, stream: RowStream, state: RowState, error: str = "") -> bool:
+        if stream.end is not None:
+            return False
+        if state is RowState.FAILED:
+            error = error or self._rows.error_text(stream.row) or "failed without a cause"
+        reason = self._rows.get(stream.row, R.FINISH_REASON)
+        stream.close(RowEnd(state=state, reason=FinishReason(reason), error=error))
+        return True
+
+    def _let_go(self, stream: RowStream) -> None:
+        """Give the row back; everything of it has been copied out."""
+        try:
+            self._rows.recycle(stream.row, stream.generation)
+        except PdctlError as error:
+            log.warning("%s: recycling row %d: %s", stream.request.request_id, stream.row, error)
+            return
+        self._drop(stream)
+
+    def _drop(self, stream: RowStream) -> None:
+        del self._live[stream.row]
+        self._freed.set()
+
+    def _ring(self, role: Role) -> None:
+        for slot in self.segment.slots(role):
+            self._bell.ring(slot)
+
+
+def _span(start_ns: int, stop_ns: int, unit: float) -> float | None:
+    if not start_ns or not stop_ns:
+        return None
+    return round(max(0, stop_ns - start_ns) / unit, 3)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What came since the last one. Text may lag behind tokens: half characters and begun stops wait."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Choice:
+    """One answer as it grows.
+
+    Args:
+        hidden_ids: end-of-sequence and stop ids in force: they end the row and count, but are not text.
+        stops: stop strings.
+
+    Attributes:
+        num_tokens: sampled tokens used, up to the one that ended it.
+        finish_reason: "stop" or "length", once known.
+        failure: how it ended, if it did not finish.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        stream: RowStream,
+        tokenizer: Tokenizer,
+        *,
+        hidden_ids: frozenset[int],
+        stops: Sequence[str],
+    ) -> None:
+        self.index = index
+        self.stream = stream
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self.failure: RowEnd | None = None
+        self._hidden_ids = hidden_ids
+        self._detokenizer = tokenizer.detokenizer()
+        self._stop_checker = StopChecker(stops) if stops else None
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    def advance(self) -> Delta:
+        """Take what the row has; notes the end if that is it."""
+        ids = self.stream.take()
+        if self._stop_checker is None:
+            text = self._push(ids)
+        else:
+            ids, text = self._push_until_stop(ids, self._stop_checker)
+        self.num_tokens += len(ids)
+        end = self.stream.end
+        if self.finish_reason is None and end is not None:
+            if end.state is RowState.FINISHED:
+                text += self._finish(end.reason)
+            else:
+                self.failure = end
+        return Delta(text, ids)
+
+    def _push(self, ids: list[int]) -> str:
+        if ids and ids[-1] in self._hidden_ids:  # nothing comes after it
+            ids = ids[:-1]
+        return self._detokenizer.push(ids)
+
+    def _push_until_stop(self, ids: list[int], checker: StopChecker) -> tuple[list[int], str]:
+        text = ""
+        for number, token in enumerate(ids, 1):
+            shown, stopped = checker.push(self._push([token]))
+            text += shown
+            if stopped:
+                self.finish_reason = "stop"
+                self.stream.cancel()
+                return ids[:number], text
+        return ids, text
+
+    def _finish(self, reason: FinishReason) -> str:
+        text, stopped = self._detokenizer.flush(), False
+        if self._stop_checker is not None:
+            text, stopped = self._stop_checker.push(text)
+            if not stopped:
+                rest, stopped = self._stop_checker.flush()
+                text += rest
+        self.finish_reason = "stop" if stopped or reason is FinishReason.STOP else "length"
+        return text

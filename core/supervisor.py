@@ -1,0 +1,504 @@
+"""The supervisor: makes the segment, starts everything, restarts what dies, takes it all away again.
+
+    lock -> stale leftovers away -> HTTP socket -> segment -> router, zygote -> daemons -> ready
+    a death: pidfd readable -> repair and reap (rows to others) -> a new process in its place
+    SIGTERM: close the segment -> stop all -> unlink -> state away -> lock away
+
+Never touches KV and serves no HTTP; loads no torch. Its stdout is a stream of JSON events for `pdctl up`:
+{"event": "stage", "name", "state": "start" | "done", "detail"}, {"event": "progress", "name", "done", "total"},
+{"event": "ready", "url"} or {"event": "error", "message", "hint", "exit_code"}.
+
+The supervisor's death ends all: every child is bound to it by PDEATHSIG.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdctl.core import logs
+from pdctl.core.cluster import (
+    ClusterLock,
+    ClusterState,
+    already_running,
+    private_directory,
+    read_state,
+    remove_stale,
+    spec_path,
+    write_private,
+    write_state,
+)
+from pdctl.core.config import ClusterSpec
+from pdctl.core.numerics import environment, numerics
+from pdctl.core.process import (
+    ProcessHandle,
+    become_subreaper,
+    die_with_parent,
+    exit_text,
+    set_process_name,
+)
+from pdctl.transport.doorbell import Bell
+from pdctl.transport.errors import AlreadyRunningError, PdctlError, UsageError
+from pdctl.transport.layout import P
+from pdctl.transport.mapping import unlink_if_orphaned
+from pdctl.transport.names import cluster_dir, log_dir, new_segment_name
+from pdctl.transport.recovery import reap, sweep
+from pdctl.transport.segment import ParticipantState, Role, Segment, process_start_time
+
+_log = logging.getLogger("supervisor")
+_TICK_S = 1.0
+_STOPPING_WAIT_S = 20.0
+_TERM_GRACE_S = 5.0
+_KILL_GRACE_S = 10.0
+_LONGEST_BACKOFF_S = 30.0
+# Dying sooner than this after a start counts as a failure of the start.
+_STEADY_S = 10.0
+_MAX_QUICK_DEATHS = 8
+
+
+@dataclass(kw_only=True)
+class _Child:
+    """A process that should run: the router, the zygote or a daemon.
+
+    Attributes:
+        handle: None while it is not running.
+        quick_deaths: deaths in a row soon after a start.
+    """
+
+    name: str
+    role: Role | None
+    index: int = 0
+    handle: ProcessHandle | None = None
+    started: float = 0.0
+    start_at: float | None = 0.0
+    quick_deaths: int = 0
+    ready: bool = False
+    popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+
+class Supervisor:
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._directory = cluster_dir(spec.state_dir, spec.name)
+        self._logs = log_dir(spec.state_dir, spec.name)
+        self._lock = ClusterLock(spec.state_dir, spec.name)
+        self._selector = selectors.DefaultSelector()
+        self._stopping = False
+        self._announced = False
+        self._wire: socket.socket | None = None
+        self._loaded = False
+        self._zygote = _Child(name="zygote", role=None)
+        self._router = _Child(name="router", role=Role.ROUTER)
+        self._daemons = [
+            _Child(name=f"{role.label}-{index}", role=role, index=index, start_at=None)
+            for role, number in ((Role.PREFILL, spec.num_prefill), (Role.DECODE, spec.num_decode))
+            for index in range(number)
+        ]
+        self._segment: Segment
+        self._state: ClusterState
+        self._listener: socket.socket
+        self._bell: Bell
+
+    # --- start ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Bring the cluster up, keep it up until SIGTERM, take it down."""
+        private_directory(self._spec.state_dir)
+        if not self._lock.acquire(0):
+            self._wait_for_the_one_before()
+        try:
+            self._open()
+            try:
+                self._loop()
+            finally:
+                self._close()
+        finally:
+            self._lock.release(remove=True)
+
+    def _wait_for_the_one_before(self) -> None:
+        """A cluster that is stopping is waited for; one that runs or starts is an error."""
+        deadline = time.monotonic() + _STOPPING_WAIT_S
+        while True:
+            state = read_state(self._spec.state_dir, self._spec.name)
+            if state is not None and state.phase != "stopping":
+                raise already_running(state, self._spec.name)
+            if self._lock.acquire(0.2):
+                return
+            if time.monotonic() > deadline:
+                raise already_running(state, self._spec.name)
+
+    def _open(self) -> None:
+        spec = self._spec
+        removed = remove_stale(spec.name)
+        for name in removed:
+            emit(event="stage", name="stale segment", state="done", detail=f"reclaimed {name}")
+        self._listener = self._listen()
+        host, port = self._listener.getsockname()[:2]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+        name = new_segment_name(spec.name)
+        self._state = ClusterState(
+            name=spec.name,
+            phase="starting",
+            supervisor_pid=os.getpid(),
+            supervisor_start_time=process_start_time(os.getpid()) or 0,
+            segment=str(name),
+            url=url,
+            started_unix_ns=time.time_ns(),
+            spec=spec,
+        )
+        emit(event="stage", name="segment", state="start", detail=str(name))
+        self._segment = Segment.create(
+            name, spec.geometry, fingerprint=spec.fingerprint, numerics_id=numerics(spec.dtype).id
+        )
+        try:
+            self._me = self._segment.attach(Role.SUPERVISOR)
+            self._me.put(P.STATE, ParticipantState.READY)
+            # Each start begins with the bells of nobody.
+            for bell in self._directory.glob("bell-*"):
+                bell.unlink(missing_ok=True)
+            self._bell = Bell(self._directory, self._me.slot)
+            write_private(spec_path(spec.state_dir, spec.name), spec.to_json())
+            write_state(self._state)
+        except BaseException:
+            unlink_after(self._segment)
+            raise
+        emit(
+            event="stage",
+            name="segment",
+            state="done",
+            detail=f"{self._segment.layout.total_bytes >> 20} MiB",
+        )
+
+    def _listen(self) -> socket.socket:
+        host, port = self._spec.host, self._spec.port
+        hint = "pdctl up --port 0 (any free port)"
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(1024)
+        except socket.gaierror as error:
+            raise UsageError(f"--host {host}: {error.strerror}", hint="pdctl up --host 127.0.0.1") from error
+        except OSError as error:
+            if error.errno == 98:  # EADDRINUSE
+                raise AlreadyRunningError(f"port {port} on {host}: {_port_holder(port)} has it", hint=hint) from error
+            raise UsageError(f"--host {host} --port {port}: {error.strerror}", hint=hint) from error
+        return listener
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._selector.register(reader, selectors.EVENT_READ, lambda: _drain(reader))
+        self._selector.register(self._bell, selectors.EVENT_READ, self._bell.drain)
+        while not self._stopping:
+            self._start_due()
+            self._look_at_readiness()
+            for key, _ in self._selector.select(self._pause()):
+                if not self._stopping:
+                    key.data()
+            sweep(self._segment)
+
+    def _pause(self) -> float:
+        due = [child.start_at for child in self._children() if child.start_at is not None]
+        return max(0.0, min([_TICK_S, *(at - time.monotonic() for at in due)]))
+
+    def _children(self) -> list[_Child]:
+        return [self._zygote, self._router, *self._daemons]
+
+    def _on_signal(self, *_: Any) -> None:
+        self._stopping = True
+
+    def _start_due(self) -> None:
+        for child in self._children():
+            if child.handle is None and child.start_at is not None and child.start_at <= time.monotonic():
+                self._start(child)
+
+    def _start(self, child: _Child) -> None:
+        child.start_at = None
+        child.ready = False
+        if child is self._zygote:
+            self._start_zygote()
+        elif child is self._router:
+            emit(event="stage", name="router", state="start")
+            fd = self._listener.fileno()
+            self._spawn(child, "pdctl.core.router", ["--fd", str(fd)], (fd,))
+        elif self._loaded and self._wire is not None:
+            emit(event="stage", name=child.name, state="start")
+            assert child.role is not None
+            request = {"fork": child.role.label, "index": child.index}
+            with contextlib.suppress(OSError):  # the zygote's death is told by its pidfd
+                self._wire.send(json.dumps(request).encode())
+
+    def _start_zygote(self) -> None:
+        emit(event="stage", name="weights", state="start")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._wire = ours
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear_zygote(ours))
+        self._spawn(self._zygote, "pdctl.core.zygote", ["--fd", str(theirs.fileno())], (theirs.fileno(),))
+        theirs.close()
+
+    def _spawn(self, child: _Child, module: str, arguments: list[str], fds: tuple[int, ...]) -> None:
+        spec = self._spec
+        command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
+        command += ["--spec", str(spec_path(spec.state_dir, spec.name)), "--segment", self._state.segment]
+        env = {**os.environ, **environment(numerics(spec.dtype))}
+        # What it prints before its own logging stands goes to its log as well.
+        with open(self._logs / f"{child.name}.log", "ab", opener=_private) as log:
+            child.popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=fds, env=env, cwd="/"
+            )
+        self._watch(child, child.popen.pid)
+
+    def _watch(self, child: _Child, pid: int) -> None:
+        handle = ProcessHandle(pid)
+        child.handle, child.started = handle, time.monotonic()
+        self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_death(child))
+        _log.info("%s: started, pid %d", child.name, pid)
+
+    def _hear_zygote(self, wire: socket.socket) -> None:
+        while True:
+            try:
+                message = wire.recv(4096)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if not message:
+                self._selector.unregister(wire)
+                wire.close()
+                if self._wire is wire:
+                    self._wire = None
+                    self._loaded = False
+                return
+            told = json.loads(message)
+            if "loading" in told:
+                emit(event="progress", name="weights", done=told["loading"][0], total=told["loading"][1])
+            elif "loaded" in told:
+                self._loaded = True
+                self._zygote.ready = True
+                emit(event="stage", name="weights", state="done")
+                for child in self._daemons:
+                    if child.handle is None:
+                        child.start_at = time.monotonic()
+            elif "forked" in told:
+                for child in self._daemons:
+                    if child.name == f"{told['role']}-{told['index']}":
+                        self._watch(child, told["forked"])
+            elif "error" in told:
+                _log.error("zygote: %s", told["error"])
+                if not self._announced:
+                    raise PdctlError(f"loading {self._spec.model_path}: {told['error']}", hint="pdctl logs zygote")
+
+    def _look_at_readiness(self) -> None:
+        for child in self._children():
+            if child.ready or child.handle is None or child.role is None:
+                continue
+            slot = self._slot_of(child)
+            if slot is not None and self._segment.participant_word(slot, P.STATE) == ParticipantState.READY:
+                child.ready = True
+                seconds = time.monotonic() - child.started
+                _log.info("%s: ready after %.2f s", child.name, seconds)
+                emit(event="stage", name=child.name, state="done")
+        if not self._announced and all(child.ready for child in self._children()):
+            self._announced = True
+            self._state = replace(self._state, phase="running")
+            write_state(self._state)
+            emit(event="ready", url=self._state.url)
+            _silence_stdout()
+
+    def _slot_of(self, child: _Child) -> int | None:
+        if child.role is None or child.handle is None:
+            return None
+        for slot in self._segment.slots(child.role):
+            if self._segment.participant_word(slot, P.PID) == child.handle.pid:
+                return slot
+        return None
+
+    # --- death ---------------------------------------------------------------------------------------------
+
+    def _on_death(self, child: _Child) -> None:
+        """Its pidfd is readable: it is gone, it stores nothing any more, its rows may be taken."""
+        assert child.handle is not None
+        status = _collect(child)
+        cause = f"{child.name} (pid {child.handle.pid}) ended: {exit_text(status)}"
+        slot = self._slot_of(child)
+        self._selector.unregister(child.handle)
+        child.handle.close()
+        child.handle = None
+        _log.warning("%s", cause)
+        if slot is not None:
+            incarnation = self._segment.participant_word(slot, P.INCARNATION)
+            reaped = reap(self._segment, slot, incarnation, f"{cause}; pdctl logs {child.name}")
+            _log.info("%s: slot %d reaped, rows to adopt %s", child.name, slot, list(reaped.adoptable))
+            if reaped.failed:
+                _log.error("%s: rows %s failed after repeated deaths", child.name, list(reaped.failed))
+            for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
+                for other in self._segment.slots(role):
+                    self._bell.ring(other)
+        self._plan_restart(child, cause)
+
+    def _plan_restart(self, child: _Child, cause: str) -> None:
+        lived = time.monotonic() - child.started
+        child.quick_deaths = child.quick_deaths + 1 if lived < _STEADY_S else 0
+        if not self._announced and not child.ready:
+            reason = logs.last_error(self._logs, child.name) or cause
+            raise PdctlError(f"{cause}; its last words: {reason}", hint=f"pdctl logs {child.name}")
+        child.ready = False
+        if child.quick_deaths >= _MAX_QUICK_DEATHS:
+            _log.error("%s: died %d times in a row, not restarted", child.name, child.quick_deaths)
+            return
+        # The first restart is at once; a daemon that was well before is no suspect.
+        pause = 0.0 if child.quick_deaths <= 2 else min(_LONGEST_BACKOFF_S, 0.1 * 2**child.quick_deaths)
+        child.start_at = time.monotonic() + pause
+
+    # --- end -----------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Stop all processes, then remove the segment and every file. Whatever fails, the rest is done."""
+        with contextlib.suppress(OSError):
+            write_state(replace(self._state, phase="stopping"))
+        self._segment.mark_closed()
+        self._listener.close()
+        living = [child for child in self._children() if child.handle is not None]
+        for child in living:
+            assert child.handle is not None
+            # The zygote and an unfinished start have nothing to put in order.
+            orderly = child.role is not None and child.ready
+            child.handle.send(signal.SIGTERM if orderly else signal.SIGKILL)
+        deadline = time.monotonic() + _TERM_GRACE_S
+        for child in living:
+            assert child.handle is not None
+            if not child.handle.is_gone(max(0.0, deadline - time.monotonic())):
+                _log.warning("%s: did not stop in %.0f s, killed", child.name, _TERM_GRACE_S)
+                child.handle.send(signal.SIGKILL)
+        for child in living:
+            assert child.handle is not None
+            if child.handle.is_gone(_KILL_GRACE_S):
+                _collect(child)
+        # A daemon whose fork was not yet told to us ends by PDEATHSIG or by the closed segment.
+        with contextlib.suppress(OSError):
+            self._bell.close()
+        unlink_after(self._segment)
+
+
+def unlink_after(segment: Segment) -> None:
+    """Give up our own place and remove the segment's name once nobody holds a place."""
+    path = segment.mapping.path
+    segment.close()
+    if path is None:
+        return
+    from pdctl.transport.names import parse_segment_name
+
+    name = parse_segment_name(path.name)
+    deadline = time.monotonic() + _KILL_GRACE_S
+    while name is not None and not unlink_if_orphaned(name):
+        if time.monotonic() > deadline:
+            _log.error("segment %s: still held by another process", name)
+            return
+        time.sleep(0.01)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _collect(child: _Child) -> int:
+    """Take the exit status of a process that is gone, so that no zombie stays."""
+    assert child.handle is not None
+    if child.popen is not None:
+        code = child.popen.wait()
+        child.popen = None
+        return -code if code < 0 else code << 8
+    try:
+        return os.waitpid(child.handle.pid, 0)[1]
+    except ChildProcessError:
+        return 0
+
+
+def _drain(reader: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while reader.recv(64):
+            pass
+
+
+def _port_holder(port: int) -> str:
+    """Which program listens on a port, as far as this user may know."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                if connection.pid:
+                    return f"another program ({psutil.Process(connection.pid).name()}, pid {connection.pid})"
+                break
+    return "another program"
+
+
+def emit(**event: Any) -> None:
+    """Tell `pdctl up`; if nobody listens any more, go on."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()
+
+
+def _silence_stdout() -> None:
+    """`pdctl up` returns when our stdout closes."""
+    sys.stdout.flush()
+    os.dup2(2, 1)
+
+
+def main() -> None:
+    """Read the specification from stdin and supervise; `--parent PID` binds us to that process."""
+    os.umask(0o077)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if len(sys.argv) == 3 and sys.argv[1] == "--parent":
+        die_with_parent(int(sys.argv[2]))
+    become_subreaper()
+    set_process_name("pdctl-supervisor")
+    try:
+        spec = ClusterSpec.from_json(sys.stdin.read())
+        directory = log_dir(spec.state_dir, spec.name)
+        private_directory(spec.state_dir)
+        private_directory(directory.parent)
+        private_directory(directory)
+        events = os.dup(1)
+        logs.setup(directory, "supervisor")
+        os.dup2(events, 1)
+        os.close(events)
+        Supervisor(spec).run()
+    except PdctlError as error:
+        _log.error("%s", error.message)
+        emit(event="error", message=error.message, hint=error.hint, exit_code=error.exit_code)
+        sys.exit(error.exit_code)
+    except BaseException as error:
+        _log.exception("supervisor")
+        emit(
+            event="error",
+            message=f"{type(error).__name__}: {error}",
+            hint="pdctl logs supervisor",
+            exit_code=1,
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A model's tokenizer, as the router needs it: text and chats to ids, ids to text.
+
+A thin layer over transformers, without torch (the router blocks that import, see router.py). Ids are what
+transformers gives, never touched: a completion gets the tokenizer's own special tokens, a chat those that its
+template writes and no others. Knows nothing of HTTP; errors carry the words to show.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdctl.core.detokenizer import IncrementalDetokenizer, byte_token_ids
+from pdctl.transport.errors import IncompatibleError
+
+
+class PromptError(Exception):
+    """The client's text or chat cannot be turned into tokens; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What a request that does not say gets. top_k 0 and top_p 1 switch filters off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class Tokenizer:
+    """Wraps a transformers tokenizer. Its methods may be called from several threads."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._byte_ids = byte_token_ids(inner.get_vocab()) if _falls_back_to_bytes(inner) else frozenset()
+        self._special_ids = frozenset(inner.all_special_ids) | {
+            token for token, added in inner.added_tokens_decoder.items() if added.special
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Read the tokenizer of a model directory; nothing is fetched and no code of the model runs.
+
+        Raises:
+            IncompatibleError: there is none that transformers can read; says why.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise IncompatibleError(f"tokenizer of {path}: {reason}", hint="pdctl up with another --model") from error
+        return cls(inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a completion's prompt, with the special tokens that the tokenizer adds itself."""
+        try:
+            # verbose: no warning about lengths, the router says what is too long.
+            return list(self._inner(text, verbose=False).input_ids)
+        except (TypeError, ValueError, UnicodeError) as error:
+            raise PromptError(f"cannot be tokenized: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a chat, up to where the assistant's answer begins.
+
+        Raises:
+            PromptError: there is no template, or it refuses; in its own words.
+        """
+        if not self.has_chat_template:
+            raise PromptError("this model has no chat template: use /v1/completions")
+        try:
+            ids = self._inner.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:  # whatever a template's code raises is the template's answer
+            raise PromptError(f"the chat template refuses: {error}") from error
+        return list(ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """The reference: all ids at once, special tokens skipped, spaces left alone."""
+        return str(self._inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.decode, self._byte_ids, self._special_ids)
+
+
+def _falls_back_to_bytes(inner: Any) -> bool:
+    backend = getattr(inner, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return True
+    return b"ByteFallback" in backend.decoder.__getstate__()
+
+
+def read_sampling_defaults(path: Path) -> SamplingDefaults:
+    """What generation_config.json asks for, if it asks for sampling; else OpenAI's defaults."""
+    try:
+        raw = json.loads((path / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return SamplingDefaults()
+    if not isinstance(raw, dict) or raw.get("do_sample") is not True:
+        return SamplingDefaults()
+    plain = SamplingDefaults()
+    temperature = _number(raw.get("temperature"), 0.0, 2.0, plain.temperature)
+    top_p = _number(raw.get("top_p"), 1e-9, 1.0, plain.top_p)
+    top_k = raw.get("top_k")
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k < 1 << 31:
+        top_k = plain.top_k
+    return SamplingDefaults(temperature=temperature, top_p=top_p, top_k=top_k)
+
+
+def _number(value: object, low: float, high: float, otherwise: float) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+        return float(value)
+    return otherwise

@@ -1,0 +1,69 @@
+"""Shared by all tests: small checkpoints, made once a session, and the environment that daemons run in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pdctl.core.numerics import environment, numerics
+
+# Before torch is loaded by anybody: the arithmetic that daemons use.
+os.environ.update(environment(numerics("float32")))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 384,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def byte_tokenizer() -> object:
+    """One token a byte (id = byte + 3), and three special ones: no training, every text has ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {letter: index + 3 for index, letter in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
+    )
+
+
+def make_checkpoint(directory: Path, family: str = "Llama", **changes: object) -> Path:
+    """A random checkpoint of a decoder family, with tokenizer: bits depend on the seed alone."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    # Weights larger than at initialisation: logits far enough apart to be worth comparing.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)  # type: ignore[attr-defined]
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
