@@ -6,6 +6,7 @@ import sys
 from typing import Annotated
 
 import typer
+
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
 from pdctl.transport.errors import PdctlError

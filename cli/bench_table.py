@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdctl.core.bench import Phase, Result
+    from collections.abc import Callable
+
     from rich.table import Table
+
+    from pdctl.core.bench import Phase, Result
 
 
 def render(result: Result) -> Table:
@@ -21,7 +24,7 @@ def render(result: Result) -> Table:
     table.add_column("")
     for phase in result.phases:
         table.add_column(f"{phase.concurrency} at once", justify="right")
-    rows = (
+    rows: tuple[tuple[str, Callable[[Phase], str]], ...] = (
         ("requests ok / failed", lambda phase: f"{phase.num_ok} / {phase.num_failed}"),
         ("TTFT ms", lambda phase: _spread(phase, "ttft_ms")),
         ("TPOT ms", lambda phase: _spread(phase, "tpot_ms")),

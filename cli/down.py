@@ -18,36 +18,37 @@ _KILL_S = 5.0
 def down(name: NameOption = DEFAULT_CLUSTER, state_dir: StateDirOption = None) -> None:
     """End a cluster: no process, port, segment or state file stays; its logs do."""
     from pdctl.core import cluster
-    from pdctl.core.process import ProcessHandle
 
     directory = state_dir_of(state_dir)
     check_cluster(name)
-    state = cluster.read_state(directory, name)
-    if not cluster.is_locked(directory, name):
-        removed = cluster.tidy(directory, name)
-        if removed:
-            remark(f"cluster {name!r} had crashed: removed {', '.join(map(str, removed))}")
-        else:
-            remark(f"cluster {name!r}: nothing running")
-        return
     deadline = time.monotonic() + _GRACE_S
-    # A supervisor that is just starting has not written its file yet.
-    while state is None and cluster.is_locked(directory, name) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        state = cluster.read_state(directory, name)
-    if state is not None:
-        handle = ProcessHandle.find(state.supervisor_pid, state.supervisor_start_time)
-        if handle is not None:
-            handle.send(signal.SIGCONT)
-            handle.send(signal.SIGTERM)
-            if not handle.is_gone(_GRACE_S):
-                remark(f"supervisor {handle.pid}: did not end in {_GRACE_S:.0f} s, killed")
-                handle.send(signal.SIGKILL)
-                handle.is_gone(_KILL_S)
-    deadline = time.monotonic() + _KILL_S
+    supervisor = None
+    # One that is just starting has not signed its lock file yet; another `down` never does, and lets go soon.
     while cluster.is_locked(directory, name):
+        supervisor = cluster.find_supervisor(directory, name)
+        if supervisor is not None:
+            break
         if time.monotonic() > deadline:
-            raise DeadlineError(f"cluster {name!r}: its supervisor does not end", hint="pdctl status")
+            raise DeadlineError(f"cluster {name!r}: somebody holds its lock", hint=cluster.command("status", name))
         time.sleep(0.02)
+    if supervisor is None:
+        removed = cluster.tidy(directory, name)
+        if removed is None:
+            remark(f"cluster {name!r}: nothing running")
+        else:
+            remark(f"cluster {name!r} had crashed: removed {', '.join(map(str, removed)) or 'its state'}")
+        return
+    # A stopped one could not hear us.
+    supervisor.send(signal.SIGCONT)
+    supervisor.send(signal.SIGTERM)
+    if not supervisor.is_gone(_GRACE_S):
+        remark(f"supervisor {supervisor.pid}: did not end in {_GRACE_S:.0f} s, killed")
+        supervisor.send(signal.SIGKILL)
+        if not supervisor.is_gone(_KILL_S):
+            raise DeadlineError(
+                f"cluster {name!r}: its supervisor (pid {supervisor.pid}) does not end",
+                hint=cluster.command("status", name),
+            )
+    # Nothing is left of one that ended by itself.
     cluster.tidy(directory, name)
     remark(f"cluster {name!r}: down")

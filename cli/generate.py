@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark
 from pdctl.transport.errors import UsageError

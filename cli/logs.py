@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
 from pdctl.transport.errors import NotFoundError
 

@@ -1,7 +1,7 @@
 """The `pdctl` command: mounts one file a command, turns errors into one line and an exit code.
 
 0 ok · 1 unexpected · 2 usage · 3 not running or not found · 4 incompatible · 5 out of capacity · 6 timeout
-7 already running or address in use · 8 degraded (status) · 130 interrupted
+7 already running or address in use · 8 degraded (status) · 130 interrupted (143: by SIGTERM)
 """
 
 from __future__ import annotations
@@ -9,13 +9,30 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any
 
 import typer
+import typer.core
+
 from pdctl.cli import bench, down, generate, inspect, logs, models, status, up
 from pdctl.transport.errors import PdctlError
 
+
+class _ReaderLeftError(Exception):
+    """Nobody reads our output any more."""
+
+
+class _Group(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # typer would make exit code 1 of it
+            raise _ReaderLeftError from error
+
+
 app = typer.Typer(
     name="pdctl",
+    cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -61,7 +78,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
+    except (_ReaderLeftError, BrokenPipeError):
         # The reader left (`| head`): end as a program that never caught SIGPIPE would.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

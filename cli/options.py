@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from pdctl.transport.names import DEFAULT_CLUSTER, default_state_dir
 
 

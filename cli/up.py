@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ import time
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import remark
 from pdctl.transport.errors import PdctlError, UsageError
-from pdctl.transport.names import check_cluster
+from pdctl.transport.names import check_cluster, check_socket_room
 
 if TYPE_CHECKING:
     from pdctl.core.config import ClusterSpec
@@ -35,7 +37,9 @@ def up(
     host: Annotated[str, typer.Option("--host", envvar="PDCTL_HOST", help="Address to serve on.")] = "127.0.0.1",
     prefill: Annotated[int, typer.Option("--prefill", help="Prefill daemons.")] = 1,
     decode: Annotated[int, typer.Option("--decode", help="Decode daemons.")] = 1,
-    dtype: Annotated[str, typer.Option("--dtype", help="auto (the model's), float32 or bfloat16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, bfloat16, or auto: what this CPU is good at.")
+    ] = "auto",
     block_size: Annotated[int, typer.Option("--block-size", help="Tokens of a KV block: 8, 16, 32, 64 or 128.")] = 16,
     kv_gib: Annotated[
         float | None, typer.Option("--kv-gib", help="Size of the KV pool in GiB.", show_default="1")
@@ -84,10 +88,9 @@ def up(
         raise UsageError(f"--dtype {dtype}: expected one of auto, {', '.join(config.DTYPES)}")
     if kv_gib is not None and kv_blocks is not None:
         raise UsageError("--kv-gib and --kv-blocks: give one of them")
+    check_socket_room(directory, name)
     cluster.private_directory(directory)
-    state = cluster.read_state(directory, name)
-    if state is not None and state.phase != "stopping" and cluster.is_locked(directory, name):
-        raise cluster.already_running(state, name)
+    cluster.refuse_if_running(directory, name)
     with pull_progress() as progress:
         resolved = models.resolve(model, progress)
     spec = _spec(
@@ -110,8 +113,6 @@ def up(
     )
     if not segments_may_be_reclaimed(name):
         check_room(spec.geometry)
-    if host not in ("127.0.0.1", "::1", "localhost"):
-        remark(f"warning: --host {host} serves beyond this machine, without a key or encryption")
     _supervise(spec, foreground=foreground)
 
 
@@ -133,12 +134,12 @@ def _spec(
     **given: Any,
 ) -> ClusterSpec:
     """Everything decided: flags, what the model says, what the machine has."""
-    from pdctl.core import config, models
+    from pdctl.core import config, models, numerics
     from pdctl.transport.errors import CapacityError
 
     of_model = resolved.config
     if dtype == "auto":
-        dtype = of_model.dtype if of_model.dtype in config.DTYPES else "float32"
+        dtype = numerics.default_dtype(of_model.dtype)
     context = max_context or min(config.DEFAULT_MAX_CONTEXT, of_model.max_position_embeddings)
     if max_context is not None and not 2 <= max_context <= of_model.max_position_embeddings:
         raise UsageError(
@@ -179,35 +180,58 @@ def _spec(
     return build(number)
 
 
+class _Interrupted(BaseException):
+    """A signal asks `up` to end before its work is done."""
+
+
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP as an exception, but only while there is something that catches it.
+
+    Attributes:
+        received: the first one; later ones change nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._raising = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Ignored by whoever started us (nohup, a shell's background): stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if self.received is None:
+            self.received = number
+            if self._raising:
+                raise _Interrupted
+
+    def raise_from_now_on(self) -> None:
+        self._raising = True
+        if self.received is not None:
+            raise _Interrupted
+
+    def hold(self) -> None:
+        self._raising = False
+
+
 def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
     began = time.monotonic()
     command = [sys.executable, "-m", "pdctl.core.supervisor"]
     if foreground:
         command += ["--parent", str(os.getpid())]
+    signals = _Signals()
     # A session of its own: a closed terminal does not reach it, its children share one scheduling group.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/", text=True
     )
-    assert process.stdin is not None and process.stdout is not None
     try:
-        with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(spec.to_json())
-        url = _follow(process.stdout)
-        if url is None:
-            process.wait(_STOP_WAIT_S)
-            raise PdctlError(
-                f"the supervisor ended without a word (exit code {process.returncode})",
-                hint="pdctl logs supervisor",
-            )
-        remark(f"pdctl is up in {time.monotonic() - began:.1f} s: {url}  (cluster {spec.name!r}, {spec.model_name})")
-        if foreground:
-            remark("Ctrl-C takes it down.")
-            process.wait()
-        else:
-            remark('  pdctl generate "What is the capital of France?"')
-    except KeyboardInterrupt:
+        signals.raise_from_now_on()
+        _start(spec, process, began, foreground=foreground)
+        signals.hold()
+    except _Interrupted:
         _take_back(process)
-        raise
+        remark(f"interrupted: cluster {spec.name!r} is down again")
+        raise typer.Exit(128 + (signals.received or signal.SIGINT)) from None
     except PdctlError:
         # It said why and is on its way out; return when it is gone.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -215,14 +239,58 @@ def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
         raise
 
 
+def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, foreground: bool) -> None:
+    from pdctl.core import cluster
+
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(spec.to_json())
+    url = _follow(process.stdout)
+    if url is None:
+        process.wait(_STOP_WAIT_S)
+        raise PdctlError(
+            f"the supervisor ended without a word ({exit_words(process.returncode)})",
+            hint=cluster.command("logs supervisor", spec.name),
+        )
+    remark(f"pdctl is up in {time.monotonic() - began:.1f} s: {url}  (cluster {spec.name!r}, {spec.model_name})")
+    if not is_loopback(spec.host):
+        remark(f"warning: --host {spec.host} serves beyond this machine, without a key or encryption")
+    if not foreground:
+        remark(f'  {cluster.command("generate", spec.name)} "What is the capital of France?"')
+        return
+    remark("Ctrl-C takes it down.")
+    if process.wait():
+        raise PdctlError(
+            f"cluster {spec.name!r}: its supervisor ended ({exit_words(process.returncode)})",
+            hint=cluster.command("logs supervisor", spec.name),
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def exit_words(code: int) -> str:
+    """A return code as `subprocess` gives it, for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
 def _take_back(process: subprocess.Popen[str]) -> None:
     """Interrupted: what was started is taken down before we return."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(_STOP_WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.wait()
 
 
 def _follow(events: IO[str]) -> str | None:

@@ -19,6 +19,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
 from pdctl.core.requests import (
     Choice,
     Delta,
@@ -32,11 +38,6 @@ from pdctl.transport.errors import CapacityError, PdctlError, UsageError
 from pdctl.transport.layout import P
 from pdctl.transport.rows import RowParams, RowState
 from pdctl.transport.segment import ParticipantState, Role, Segment
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic_core import PydanticCustomError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -384,11 +385,16 @@ class Plan:
 
 
 class Answer:
-    """The answer to one HTTP request: its choices, and the waiting for them."""
+    """The answer to one HTTP request: its choices, and the waiting for them.
+
+    Attributes:
+        outcome: how the stream of events ended, for the log.
+    """
 
     def __init__(self, plan: Plan, client: RowClient, tokenizer: Tokenizer) -> None:
         self.plan = plan
         self.choices: list[Choice] = []
+        self.outcome = "streamed"
         self._client = client
         self._tokenizer = tokenizer
         self._news = asyncio.Event()
@@ -508,6 +514,7 @@ class Answer:
                     yield b"data: " + _encode(event).encode() + b"\n\n"
             yield b"data: [DONE]\n\n"
         except ApiError as error:
+            self.outcome = f"failed ({error.code})"
             yield b"data: " + _encode(error.body()).encode() + b"\n\n"
 
     async def _chunks(self, deltas: AsyncIterator[tuple[Choice, Delta]]) -> AsyncIterator[dict[str, object]]:
@@ -594,7 +601,7 @@ class EventStream(Response):
         try:
             async with asyncio.timeout_at(answer.plan.deadline_ns / 1e9 + _SLOW_CLIENT_S):
                 if await until_disconnect(receive, self._send_all(send)):
-                    status = "streamed"
+                    status = answer.outcome
         except TimeoutError:
             status = "client too slow"
         finally:

@@ -1,6 +1,6 @@
 """A cluster's traces on disk: its lock, its state file, and what to do with what a dead one left.
 
-    <state dir>/<name>/lock        flocked by the supervisor for its life: held = running
+    <state dir>/<name>/lock        locked by the supervisor for its life: held = running; holds its PID and start time
     <state dir>/<name>/state.json  written whole by rename: where to find everything
     <state dir>/<name>/bell-<n>    the participants' sockets
     <state dir>/logs/<name>/       the only thing that `down` leaves
@@ -14,17 +14,26 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import stat
+import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdctl.core.config import ClusterSpec
-from pdctl.transport.errors import AlreadyRunningError, NotFoundError, PdctlError, UsageError
+from pdctl.core.process import ProcessHandle
+from pdctl.transport.errors import (
+    AlreadyRunningError,
+    CorruptSegmentError,
+    IncompatibleError,
+    NotFoundError,
+    PdctlError,
+    UsageError,
+)
 from pdctl.transport.mapping import unlink_if_orphaned
 from pdctl.transport.names import (
+    DEFAULT_CLUSTER,
     SegmentName,
     check_cluster,
     cluster_dir,
@@ -32,9 +41,13 @@ from pdctl.transport.names import (
     parse_segment_name,
     segments_of,
 )
+from pdctl.transport.segment import Role, process_start_time, take_snapshot
 
 STATE_SCHEMA = 1
 _LOCK, _STATE, _SPEC = "lock", "state.json", "spec.json"
+# A lock of the open file, as flock's is, that can also be asked about without being taken (Linux).
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = struct.Struct("hhqqi4x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +88,13 @@ def private_directory(path: Path) -> None:
     """
     hint = "set PDCTL_STATE_DIR or --state-dir to a directory of your own"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Parents that are missing become private as well, whatever the umask.
+        for parent in reversed([parent for parent in path.parents if not parent.exists()]):
+            parent.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
+    except FileExistsError as error:
+        raise UsageError(f"state directory {path}: is not a directory", hint=hint) from error
     except OSError as error:
         raise UsageError(f"state directory {path}: {error.strerror}", hint=hint) from error
     if not stat.S_ISDIR(found.st_mode):
@@ -90,8 +108,19 @@ def private_directory(path: Path) -> None:
             raise UsageError(f"state directory {path}: open to other users ({error.strerror})", hint=hint) from error
 
 
+def command(verb: str, name: str) -> str:
+    """What a person types to run a command on this cluster, for hints."""
+    return f"pdctl {verb}" if name == DEFAULT_CLUSTER else f"pdctl {verb} --name {name}"
+
+
+def _lock(fd: int, operation: int, kind: int) -> int:
+    """One call on the lock of a whole file; the lock's kind as the kernel answers."""
+    answer = fcntl.fcntl(fd, operation, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+    return int(_FLOCK.unpack(answer)[0])
+
+
 class ClusterLock:
-    """The flock that makes one supervisor the only one of its name."""
+    """The lock that makes one supervisor the only one of its name."""
 
     def __init__(self, state_dir: Path, name: str) -> None:
         self._path = cluster_dir(state_dir, name) / _LOCK
@@ -107,7 +136,7 @@ class ClusterLock:
             except FileNotFoundError:  # the directory was removed between the two calls
                 continue
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(fd, _F_OFD_SETLK, fcntl.F_WRLCK)
                 # The holder before us may have removed the file that we opened.
                 if os.path.samestat(os.fstat(fd), self._path.lstat()):
                     self._fd = fd
@@ -121,29 +150,51 @@ class ClusterLock:
                 time.sleep(0.05)
             os.close(fd)
 
+    def sign(self) -> None:
+        """Say in the file who holds the lock: `down` finds us even without a state file."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()} {process_start_time(os.getpid()) or 0}\n".encode(), 0)
+
+    def forget_state(self) -> None:
+        """Remove what a dead supervisor wrote, so that nobody takes it for ours."""
+        for path in self._path.parent.iterdir():
+            if path != self._path:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
     def release(self, *, remove: bool) -> None:
         """Let go; with `remove`, take the cluster's directory away first."""
         if self._fd < 0:
             return
         if remove:
-            shutil.rmtree(self._path.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.forget_state()
+                # Last: from here on the next supervisor may make files of its own in there.
+                self._path.unlink()
+                self._path.parent.rmdir()
         os.close(self._fd)
         self._fd = -1
 
 
 def is_locked(state_dir: Path, name: str) -> bool:
-    """Whether a supervisor of this name lives. Takes nothing but the blink of a shared lock."""
+    """Whether a supervisor of this name lives (or `down` is tidying up). Takes nothing."""
     try:
         fd = os.open(cluster_dir(state_dir, name) / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return _lock(fd, _F_OFD_GETLK, fcntl.F_RDLCK) != fcntl.F_UNLCK
     finally:
         os.close(fd)
-    return False
+
+
+def find_supervisor(state_dir: Path, name: str) -> ProcessHandle | None:
+    """The living supervisor that signed the lock file; None if there is none, or it has not signed yet."""
+    try:
+        pid, start_time = map(int, (cluster_dir(state_dir, name) / _LOCK).read_text().split())
+    except (OSError, ValueError):
+        return None
+    return ProcessHandle.find(pid, start_time) if pid > 0 else None
 
 
 def write_state(state: ClusterState) -> None:
@@ -203,24 +254,50 @@ def running(state_dir: Path, name: str) -> ClusterState:
     Raises:
         NotFoundError: there is none, or it died (the message says which).
     """
-    up = "pdctl up" if name == "default" else f"pdctl up --name {name}"
+    check_cluster(name)
+    up, down = command("up", name), command("down", name)
     if not is_locked(state_dir, name):
-        left = read_state(state_dir, name)
-        if left is not None or segments_of(name):
-            raise NotFoundError(f"cluster {name!r}: crashed (its supervisor is gone)", hint=f"pdctl down; {up}")
+        if was_left(state_dir, name):
+            raise NotFoundError(f"cluster {name!r}: crashed (its supervisor is gone)", hint=f"{down}; {up}")
         raise NotFoundError(f"cluster {name!r}: not running", hint=up)
     state = read_state(state_dir, name)
     if state is None:
-        raise NotFoundError(f"cluster {name!r}: is just starting or stopping", hint="pdctl status")
+        raise NotFoundError(f"cluster {name!r}: is just starting or stopping", hint=command("status", name))
     return state
+
+
+def was_left(state_dir: Path, name: str) -> bool:
+    """Whether a cluster that does not run left anything but logs."""
+    return cluster_dir(state_dir, name).exists() or any(not _has_supervisor(one) for one in segments_of(name))
+
+
+def _has_supervisor(segment: SegmentName) -> bool:
+    """Whether a segment belongs to a cluster that runs: this name is in use in another state directory."""
+    try:
+        snapshot = take_snapshot(segment)
+    except (NotFoundError, CorruptSegmentError, IncompatibleError):
+        return False
+    return any(slot in snapshot.held for slot in snapshot.segment.slots(Role.SUPERVISOR))
+
+
+def refuse_if_running(state_dir: Path, name: str) -> None:
+    """Raise AlreadyRunningError if a cluster of this name runs or starts; one that stops is no obstacle."""
+    state = read_state(state_dir, name)
+    if state is None or state.phase == "stopping":
+        return
+    supervisor = find_supervisor(state_dir, name)
+    if supervisor is not None:
+        supervisor.close()
+        if supervisor.pid == state.supervisor_pid:
+            raise already_running(state, name)
 
 
 def already_running(state: ClusterState | None, name: str) -> AlreadyRunningError:
     if state is None:
-        return AlreadyRunningError(f"cluster {name!r}: already starting", hint=f"pdctl status --name {name}")
+        return AlreadyRunningError(f"cluster {name!r}: already starting or stopping", hint=command("status", name))
     return AlreadyRunningError(
         f"cluster {name!r}: already {state.phase} at {state.url} (supervisor {state.supervisor_pid})",
-        hint=f"pdctl status --name {name}, or pdctl down --name {name}",
+        hint=f"{command('status', name)}, or {command('down', name)}",
     )
 
 
@@ -234,27 +311,31 @@ def remove_stale(name: str, *, wait_s: float = 5.0) -> list[SegmentName]:
     """
     removed, deadline = [], time.monotonic() + wait_s
     for segment in segments_of(name):
-        while not unlink_if_orphaned(segment):
+        while not _has_supervisor(segment):
+            if unlink_if_orphaned(segment):
+                removed.append(segment)
+                break
             if time.monotonic() > deadline:
                 raise AlreadyRunningError(
-                    f"segment {segment}: a process of an earlier cluster still holds it", hint="pdctl status"
+                    f"segment {segment}: a process of an earlier cluster still holds it",
+                    hint=command("status", name),
                 )
             time.sleep(0.02)
-        removed.append(segment)
     return removed
 
 
-def tidy(state_dir: Path, name: str) -> list[SegmentName]:
+def tidy(state_dir: Path, name: str) -> list[SegmentName] | None:
     """Remove all that a dead cluster left but its logs.
 
     Returns:
-        The segments removed.
+        The segments removed; None if nothing was left, or another one has just started.
     """
+    if not was_left(state_dir, name):
+        return None
+    private_directory(state_dir)
     lock = ClusterLock(state_dir, name)
-    if not cluster_dir(state_dir, name).exists() and not segments_of(name):
-        return []
     if not lock.acquire(0):
-        return []
+        return None
     try:
         return remove_stale(name)
     finally:

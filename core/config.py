@@ -25,6 +25,7 @@ DEFAULT_KV_GIB = 1.0
 DEFAULT_MAX_CONTEXT = 8192
 # A restarted daemon must find room for two: one prompt and one answer.
 MIN_BLOCKS = 2
+MAX_BLOCKS = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class ClusterSpec:
         _check_range("--port", self.port, 0, 65535)
         _check_range("--prefill", self.num_prefill, 1, MAX_DAEMONS)
         _check_range("--decode", self.num_decode, 1, MAX_DAEMONS)
-        _check_range("--kv-blocks", self.num_blocks, MIN_BLOCKS, 1 << 32)
+        _check_range("--kv-blocks", self.num_blocks, MIN_BLOCKS, MAX_BLOCKS)
         _check_range("--max-context", self.max_context, 2, 1 << 24)
         _check_range("--threads", self.threads_prefill, 1, 1024)
         _check_range("--threads", self.threads_decode, 1, 1024)
@@ -161,5 +162,11 @@ def default_threads(total: int | None) -> tuple[int, int]:
 def blocks_for(kv_gib: float, block_bytes: int) -> int:
     """Blocks of a pool of `kv_gib` GiB."""
     if not 0 < kv_gib <= 1 << 20:
-        raise UsageError(f"--kv-gib {kv_gib}: expected more than 0, at most 1048576", hint="pdctl up --help")
-    return int(kv_gib * (1 << 30)) // block_bytes
+        raise UsageError(f"--kv-gib {kv_gib:g}: expected more than 0, at most 1048576", hint="pdctl up --help")
+    number = int(kv_gib * (1 << 30)) // block_bytes
+    if number > MAX_BLOCKS:
+        raise UsageError(
+            f"--kv-gib {kv_gib:g}: {number} blocks of {block_bytes} bytes; at most {MAX_BLOCKS} are possible",
+            hint="pdctl up --help",
+        )
+    return number

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from pdctl.core import logs
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
+from pdctl.core.room import ask_younger, preempt_younger
 from pdctl.core.sampler import sample
 from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState
@@ -202,34 +203,30 @@ class DecodeEngine:
         return True
 
     def _take_blocks_for(self, active: _Active) -> bool:
-        """Preempt one row that is younger than `active`: a ready one, else ours, else ask its owner.
+        """Preempt one row that is younger than `active`: nobody's, else one of ours, else ask its owner.
 
         Returns:
             False: nothing came free now, or `active` itself made way for older rows.
         """
         rows = self._rows
-        for victim in reversed(rows.in_state(RowState.READY)):
-            if rows.get(victim, R.ORDER) > active.order and rows.get(victim, R.NUM_BLOCKS):
-                self._preempt(victim)
-                return True
+        if preempt_younger(rows, active.order, Actor.DECODE) is not None:
+            self._ring(Role.PREFILL)
+            return True
         youngest = max(self._batch, key=lambda one: one.order)
-        older_elsewhere = any(
-            rows.get(row, R.ORDER) < active.order
-            for state in (RowState.PREFILLING, RowState.READY, RowState.DECODING)
-            for row in rows.in_state(state)
-        )
-        if youngest is not active or older_elsewhere:
-            self._set_batch([one for one in self._batch if one is not youngest])
-            self._preempt(youngest.row)
-            return youngest is not active
-        for state in (RowState.PREFILLING, RowState.DECODING):
-            for row in reversed(rows.in_state(state)):
-                if rows.get(row, R.ORDER) > active.order:
-                    rows.put(row, R.PREEMPT, 1)
-                    self._ring(Role.PREFILL)
-                    self._ring(Role.DECODE)
-                    return False
-        return False
+        if youngest is active and ask_younger(rows, active.order) is not None:
+            self._ring(Role.PREFILL)
+            self._ring(Role.DECODE)
+            return False
+        if youngest is active and self._is_oldest(active):
+            return False  # what it needs comes free with the next row that ends
+        self._set_batch([one for one in self._batch if one is not youngest])
+        self._preempt(youngest.row)
+        return youngest is not active
+
+    def _is_oldest(self, active: _Active) -> bool:
+        states = (RowState.QUEUED, RowState.PREFILLING, RowState.READY, RowState.DECODING)
+        held = [row for state in states for row in self._rows.in_state(state)]
+        return all(self._rows.get(row, R.ORDER) >= active.order for row in held)
 
     def _preempt(self, row: int) -> None:
         if self._rows.preempt(row, Actor.DECODE):

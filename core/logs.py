@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
 MAX_LOG_BYTES = 4 << 20
 _FORMAT = "%(asctime)s %(levelname).1s %(name)s %(message)s"
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \S+Z [A-Z] \S+ ")
 
 
 class _RotatingStderr(logging.StreamHandler):  # type: ignore[type-arg]
@@ -51,14 +53,22 @@ def setup(directory: Path, role: str) -> None:
     root.setLevel(os.environ.get("PDCTL_LOG_LEVEL", "INFO").upper())
 
 
-def last_error(directory: Path, role: str) -> str | None:
-    """The last line of a role's log that looks like a cause: a traceback's last line, else the last line."""
+def last_error(directory: Path, role: str, start: int = 0) -> str | None:
+    """The last line of a role's log that looks like a cause: a traceback's last line, else the last line.
+
+    Time stamp and level are left out.
+
+    Args:
+        start: where in the file to begin, in bytes; what an earlier process wrote comes before.
+    """
     try:
-        lines = (directory / f"{role}.log").read_text(errors="replace").splitlines()[-200:]
+        with (directory / f"{role}.log").open("rb") as file:
+            file.seek(start if start <= os.fstat(file.fileno()).st_size else 0)
+            lines = file.read().decode(errors="replace").splitlines()[-200:]
     except OSError:
         return None
     lines = [line for line in lines if line.strip()]
     for line in reversed(lines):
         if line[:1].isalpha() and ("Error" in line.split(":")[0] or "Exception" in line.split(":")[0]):
             return line
-    return lines[-1] if lines else None
+    return _STAMP.sub("", lines[-1]) if lines else None

@@ -10,24 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from pdctl.core import attention
 from pdctl.core.attention import PagedKV, TokenRun
 from pdctl.core.numerics import MIN_FORWARD_ROWS, Numerics
-from torch import Tensor, nn
 
 _NAME = "pdctl"
 
 
 class WidenedLinear(nn.Module):
-    """A bfloat16 linear layer on a CPU without bfloat16 matrix kernels: multiplied in float32, rounded once."""
+    """A bfloat16 linear layer on a CPU without bfloat16 matrix kernels: multiplied in float32, rounded once.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Args:
+        rounded: False leaves the result in float32 (logits: rounding them would make ties of close calls).
+    """
+
+    def __init__(self, linear: nn.Linear, *, rounded: bool) -> None:
         super().__init__()
+        self._rounded = rounded
         self.weight = nn.Parameter(linear.weight.detach().float(), requires_grad=False)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float(), False)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.float(), self.weight, self.bias).to(x.dtype)
+        out = nn.functional.linear(x.float(), self.weight, self.bias)
+        return out.to(x.dtype) if self._rounded else out
 
 
 class Model:
@@ -113,7 +120,7 @@ def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | 
             if isinstance(child, nn.Linear)
         ]
         for done, (parent, name, child) in enumerate(linears):
-            setattr(parent, name, WidenedLinear(child))
+            setattr(parent, name, WidenedLinear(child, rounded=child is not module.lm_head))
             if progress is not None:
                 progress(done + 1, len(linears))
     return Model(module, numerics)

@@ -1008,7 +1008,7 @@ def _convert(gguf: Path, destination: Path, report: Progress) -> None:
         raise PdctlError(f"cannot convert {gguf.name}: {failure['error']}", hint="pdctl models pull")
     if process.returncode == -signal.SIGKILL:
         raise CapacityError(
-            f"cannot convert {gguf.name}: the converter was killed (SIGKILL), most likely for want of memory: "
+            f"cannot convert {gguf.name}: the converter was killed (SIGKILL), probably for want of memory; "
             "it needs about 1 GB",
             hint="free some memory, then: pdctl models pull",
         )

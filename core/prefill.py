@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
+from pdctl.core.room import ask_younger, preempt_younger
 from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, Claim, RowState
 from pdctl.transport.segment import Participant, Role, Segment
@@ -71,21 +72,34 @@ class PrefillEngine:
         # Only the oldest: a younger and smaller row must not overtake it for ever.
         for row in self._rows.in_state(RowState.QUEUED)[:1]:
             claim = self._rows.claim(self._me, row, alone=True)
-            if claim is not None:
-                cached = self._rows.get(row, R.CACHED_TOKENS)
-                self._me.add(P.CLAIMS, 1)
-                self._me.add(P.CACHED_TOKENS, claim.kv_len)
-                self._me.put(P.LOAD, 1)
-                _log.info(
-                    "%s row %d: %d tokens, %d computed, %d from cache",
-                    self._rows.request_id(row),
-                    row,
-                    claim.num_tokens,
-                    claim.kv_len,
-                    cached,
-                )
-                return claim
+            while claim is None and self._make_room(row):
+                claim = self._rows.claim(self._me, row, alone=True)
+            if claim is None:
+                return None
+            self._me.add(P.CLAIMS, 1)
+            self._me.add(P.CACHED_TOKENS, self._rows.get(row, R.CACHED_TOKENS))
+            self._me.put(P.LOAD, 1)
+            _log.info(
+                "%s row %d: %d tokens, KV of %d there already",
+                self._rows.request_id(row),
+                row,
+                claim.num_tokens,
+                claim.kv_len,
+            )
+            return claim
         return None
+
+    def _make_room(self, row: int) -> bool:
+        """Take blocks from one row younger than `row`, which could not be claimed; False: not now."""
+        if self._rows.state(row) is not RowState.QUEUED:
+            return False  # another prefill daemon was faster
+        order = self._rows.get(row, R.ORDER)
+        if preempt_younger(self._rows, order, Actor.PREFILL) is not None:
+            return True
+        if ask_younger(self._rows, order) is not None:
+            self._ring(Role.PREFILL)
+            self._ring(Role.DECODE)
+        return False
 
     def _compute(self, claim: Claim, start: int, end: int) -> None:
         began = time.monotonic_ns()

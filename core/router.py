@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+
 from pdctl.core import logs, process
 from pdctl.core.config import ClusterSpec
 from pdctl.core.requests import RowClient
@@ -33,7 +34,7 @@ from pdctl.transport.layout import P
 from pdctl.transport.names import cluster_dir, log_dir, parse_segment_name
 from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pdctl.core.router")  # run as __main__
 
 # After SIGTERM: for responses to go out, and then for daemons to let go of cancelled rows.
 _CONNECTION_GRACE_S = 2

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from pdctl.transport.rows import RowParams
 from torch import Tensor
+
+from pdctl.transport.rows import RowParams
 
 
 def uniform(seed: int, position: int) -> float:

@@ -14,6 +14,7 @@ The supervisor's death ends all: every child is bound to it by PDEATHSIG.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -31,8 +32,10 @@ from pdctl.core.cluster import (
     ClusterLock,
     ClusterState,
     already_running,
+    command,
     private_directory,
     read_state,
+    refuse_if_running,
     remove_stale,
     spec_path,
     write_private,
@@ -64,6 +67,7 @@ _LONGEST_BACKOFF_S = 30.0
 # Dying sooner than this after a start counts as a failure of the start.
 _STEADY_S = 10.0
 _MAX_QUICK_DEATHS = 8
+_EXIT_CODES = range(UsageError.exit_code, AlreadyRunningError.exit_code + 1)
 
 
 @dataclass(kw_only=True)
@@ -73,6 +77,7 @@ class _Child:
     Attributes:
         handle: None while it is not running.
         quick_deaths: deaths in a row soon after a start.
+        log_size: of its log file before this start: what it says about its death comes after.
     """
 
     name: str
@@ -82,6 +87,7 @@ class _Child:
     started: float = 0.0
     start_at: float | None = 0.0
     quick_deaths: int = 0
+    log_size: int = 0
     ready: bool = False
     popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -94,6 +100,10 @@ class Supervisor:
         self._lock = ClusterLock(spec.state_dir, spec.name)
         self._selector = selectors.DefaultSelector()
         self._stopping = False
+        self._wakeup, writer = socket.socketpair()
+        for end in (self._wakeup, writer):
+            end.setblocking(False)
+        self._wakeup_writer = writer
         self._announced = False
         self._wire: socket.socket | None = None
         self._loaded = False
@@ -113,10 +123,16 @@ class Supervisor:
 
     def run(self) -> None:
         """Bring the cluster up, keep it up until SIGTERM, take it down."""
+        # Before there is anything to take away: a signal during the start must not leave half of it.
+        signal.set_wakeup_fd(self._wakeup_writer.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
         private_directory(self._spec.state_dir)
         if not self._lock.acquire(0):
             self._wait_for_the_one_before()
         try:
+            self._lock.sign()
+            self._lock.forget_state()
             self._open()
             try:
                 self._loop()
@@ -129,13 +145,11 @@ class Supervisor:
         """A cluster that is stopping is waited for; one that runs or starts is an error."""
         deadline = time.monotonic() + _STOPPING_WAIT_S
         while True:
-            state = read_state(self._spec.state_dir, self._spec.name)
-            if state is not None and state.phase != "stopping":
-                raise already_running(state, self._spec.name)
+            refuse_if_running(self._spec.state_dir, self._spec.name)
             if self._lock.acquire(0.2):
                 return
-            if time.monotonic() > deadline:
-                raise already_running(state, self._spec.name)
+            if self._stopping or time.monotonic() > deadline:
+                raise already_running(read_state(self._spec.state_dir, self._spec.name), self._spec.name)
 
     def _open(self) -> None:
         spec = self._spec
@@ -164,9 +178,6 @@ class Supervisor:
         try:
             self._me = self._segment.attach(Role.SUPERVISOR)
             self._me.put(P.STATE, ParticipantState.READY)
-            # Each start begins with the bells of nobody.
-            for bell in self._directory.glob("bell-*"):
-                bell.unlink(missing_ok=True)
             self._bell = Bell(self._directory, self._me.slot)
             write_private(spec_path(spec.state_dir, spec.name), spec.to_json())
             write_state(self._state)
@@ -184,29 +195,25 @@ class Supervisor:
         host, port = self._spec.host, self._spec.port
         hint = "pdctl up --port 0 (any free port)"
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
+            listener.bind(address)
             listener.listen(1024)
         except socket.gaierror as error:
             raise UsageError(f"--host {host}: {error.strerror}", hint="pdctl up --host 127.0.0.1") from error
         except OSError as error:
-            if error.errno == 98:  # EADDRINUSE
+            if error.errno == errno.EADDRINUSE:
                 raise AlreadyRunningError(f"port {port} on {host}: {_port_holder(port)} has it", hint=hint) from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                hint = "pdctl up --host 127.0.0.1"
             raise UsageError(f"--host {host} --port {port}: {error.strerror}", hint=hint) from error
         return listener
 
     # --- the loop ------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.setblocking(False)
-        signal.set_wakeup_fd(writer.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
-        self._selector.register(reader, selectors.EVENT_READ, lambda: _drain(reader))
+        self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: _drain(self._wakeup))
         self._selector.register(self._bell, selectors.EVENT_READ, self._bell.drain)
         while not self._stopping:
             self._start_due()
@@ -215,6 +222,9 @@ class Supervisor:
                 if not self._stopping:
                     key.data()
             sweep(self._segment)
+        if not self._announced:
+            message = f"cluster {self._spec.name!r}: taken down while it was starting"
+            emit(event="error", message=message, hint=None, exit_code=1)
 
     def _pause(self) -> float:
         due = [child.start_at for child in self._children() if child.start_at is not None]
@@ -243,6 +253,7 @@ class Supervisor:
         elif self._loaded and self._wire is not None:
             emit(event="stage", name=child.name, state="start")
             assert child.role is not None
+            child.log_size = self._log_size(child)
             request = {"fork": child.role.label, "index": child.index}
             with contextlib.suppress(OSError):  # the zygote's death is told by its pidfd
                 self._wire.send(json.dumps(request).encode())
@@ -251,7 +262,8 @@ class Supervisor:
         emit(event="stage", name="weights", state="start")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        self._wire = ours
+        # Requests wait until it has loaded: "loaded" asks for every daemon that is missing.
+        self._wire, self._loaded = ours, False
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear_zygote(ours))
         self._spawn(self._zygote, "pdctl.core.zygote", ["--fd", str(theirs.fileno())], (theirs.fileno(),))
         theirs.close()
@@ -261,12 +273,22 @@ class Supervisor:
         command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
         command += ["--spec", str(spec_path(spec.state_dir, spec.name)), "--segment", self._state.segment]
         env = {**os.environ, **environment(numerics(spec.dtype))}
+        child.log_size = self._log_size(child)
         # What it prints before its own logging stands goes to its log as well.
         with open(self._logs / f"{child.name}.log", "ab", opener=_private) as log:
             child.popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=fds, env=env, cwd="/"
             )
         self._watch(child, child.popen.pid)
+
+    def _log_size(self, child: _Child) -> int:
+        try:
+            return (self._logs / f"{child.name}.log").stat().st_size
+        except OSError:
+            return 0
+
+    def _hint(self, verb: str) -> str:
+        return command(verb, self._spec.name)
 
     def _watch(self, child: _Child, pid: int) -> None:
         handle = ProcessHandle(pid)
@@ -306,7 +328,9 @@ class Supervisor:
             elif "error" in told:
                 _log.error("zygote: %s", told["error"])
                 if not self._announced:
-                    raise PdctlError(f"loading {self._spec.model_path}: {told['error']}", hint="pdctl logs zygote")
+                    raise PdctlError(
+                        f"loading {self._spec.model_path}: {told['error']}", hint=self._hint("logs zygote")
+                    )
 
     def _look_at_readiness(self) -> None:
         for child in self._children():
@@ -347,21 +371,26 @@ class Supervisor:
         _log.warning("%s", cause)
         if slot is not None:
             incarnation = self._segment.participant_word(slot, P.INCARNATION)
-            reaped = reap(self._segment, slot, incarnation, f"{cause}; pdctl logs {child.name}")
+            reaped = reap(self._segment, slot, incarnation, f"{cause}; {self._hint(f'logs {child.name}')}")
             _log.info("%s: slot %d reaped, rows to adopt %s", child.name, slot, list(reaped.adoptable))
             if reaped.failed:
                 _log.error("%s: rows %s failed after repeated deaths", child.name, list(reaped.failed))
             for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
                 for other in self._segment.slots(role):
                     self._bell.ring(other)
-        self._plan_restart(child, cause)
+        self._plan_restart(child, cause, status)
 
-    def _plan_restart(self, child: _Child, cause: str) -> None:
+    def _plan_restart(self, child: _Child, cause: str, status: int) -> None:
         lived = time.monotonic() - child.started
         child.quick_deaths = child.quick_deaths + 1 if lived < _STEADY_S else 0
         if not self._announced and not child.ready:
-            reason = logs.last_error(self._logs, child.name) or cause
-            raise PdctlError(f"{cause}; its last words: {reason}", hint=f"pdctl logs {child.name}")
+            reason = logs.last_error(self._logs, child.name, child.log_size)
+            said = f"; its last words: {reason}" if reason else ""
+            error = PdctlError(f"{cause}{said}", hint=self._hint(f"logs {child.name}"))
+            # A child that ended by an error of ours says which.
+            code = os.waitstatus_to_exitcode(status)
+            error.exit_code = code if code in _EXIT_CODES else error.exit_code
+            raise error
         child.ready = False
         if child.quick_deaths >= _MAX_QUICK_DEATHS:
             _log.error("%s: died %d times in a row, not restarted", child.name, child.quick_deaths)
@@ -394,7 +423,7 @@ class Supervisor:
             assert child.handle is not None
             if child.handle.is_gone(_KILL_GRACE_S):
                 _collect(child)
-        # A daemon whose fork was not yet told to us ends by PDEATHSIG or by the closed segment.
+        _end_children()
         with contextlib.suppress(OSError):
             self._bell.close()
         unlink_after(self._segment)
@@ -415,6 +444,23 @@ def unlink_after(segment: Segment) -> None:
             _log.error("segment %s: still held by another process", name)
             return
         time.sleep(0.01)
+
+
+def _end_children() -> None:
+    """Kill and collect what is still below us: daemons whose fork was not yet told, with those between."""
+    import psutil
+
+    deadline = time.monotonic() + _KILL_GRACE_S
+    while time.monotonic() < deadline:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.005)
 
 
 def _private(path: str, flags: int) -> int:

@@ -67,3 +67,9 @@ def make_checkpoint(directory: Path, family: str = "Llama", **changes: object) -
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def checkpoint_maker() -> object:
+    """`make_checkpoint`, for tests in other folders (importlib mode has no imports between them)."""
+    return make_checkpoint

@@ -138,6 +138,9 @@ def _verify(segment: Segment) -> list[str]:
             problems.append(f"{name}: {len(found)} blocks linked, {words[counter]} counted")
     if lru and words[H.LRU_TAIL] != lru[-1] + 1:
         problems.append(f"LRU list: tail is {words[H.LRU_TAIL] - 1}, last linked is {lru[-1]}")
+    for before, block in zip([-1, *lru], lru, strict=False):
+        if (link := words[layout.block(block) + B.LRU_PREV] - 1) != before:
+            problems.append(f"LRU list: before block {block} stands {before}, its link says {link}")
 
     indexed: list[int] = []
     for bucket in range(g.num_buckets):

@@ -314,6 +314,13 @@ class Rows:
             raise UsageError(f"{len(tokens)} prompt tokens, limit {limit_tokens}: a row holds {g.max_context}")
         if len(params.stop_ids) > ROW_PARAM_WORDS:
             raise UsageError(f"{len(params.stop_ids)} stop ids: at most {ROW_PARAM_WORDS}")
+        # Checked before a row is taken: a value that cannot be stored would leave it FILLING for ever.
+        for what, ids in (("stop id", params.stop_ids), ("token", tokens)):
+            if ids and not (min(ids) >= 0 and max(ids) <= _TOKEN_MASK):
+                raise UsageError(f"{what} out of range: {min(ids)} to {max(ids)} found, 0 to {_TOKEN_MASK} expected")
+        for what, number in (("top_k", params.top_k), ("deadline_ns", deadline_ns)):
+            if not 0 <= number < 1 << 64:
+                raise UsageError(f"{what} {number}: not an unsigned 64-bit number")
         if (need := -(-limit_tokens // g.block_tokens)) > g.num_blocks:
             raise CapacityError(f"request of {limit_tokens} tokens: {need} blocks, the pool has {g.num_blocks}")
         row = self._take_free_row(me)
@@ -384,16 +391,20 @@ class Rows:
         if self.state(row) not in (RowState.QUEUED, RowState.READY):
             return
         with self._lock.section(Op.CANCEL, row) as section:
-            if self.state(row) in (RowState.QUEUED, RowState.READY):
+            same = self._words[base + R.GENERATION] == generation
+            if same and self.state(row) in (RowState.QUEUED, RowState.READY):
                 self._end(section, row, RowState.CANCELLED, actor)
 
     def recycle(self, row: int, generation: int, actor: Actor = Actor.ROUTER) -> bool:
         """Give a finished row back, once its tokens are copied out; False if it is not at its end."""
         if self.get(row, R.GENERATION) != generation or self.state(row) not in TERMINAL:
             return False
+        done = False
         with self._lock.section(Op.RECYCLE, row) as section:
-            self._move(section, row, RowState.FREE, actor)
-        return True
+            if self.get(row, R.GENERATION) == generation and self.state(row) in TERMINAL:
+                self._move(section, row, RowState.FREE, actor)
+                done = True
+        return done
 
     # --- the daemons' side ---------------------------------------------------------------------------------
 
@@ -428,6 +439,11 @@ class Rows:
         with self._lock.section(Op.CLAIM, row) as section:
             if self.state(row) != from_state or words[base + R.GENERATION] != generation:
                 raise Rollback
+            # Another may have had it in between: with blocks that a fresh table would lose, or a token further.
+            if (words[base + R.NUM_BLOCKS] == 0) != fresh or self.count_tokens(row) != num_tokens:
+                raise Rollback
+            if words[base + _ATTEMPTS] and not alone:
+                raise Rollback
             if fresh:
                 self._pin_prefix(section, row, matched)
                 uncached = num_tokens - 1 - words[base + _KV_LEN]
@@ -435,6 +451,11 @@ class Rows:
                     self._release_blocks(section, row)
                     self._move(section, row, RowState.QUEUED, actor)
                     return None
+                if num_tokens == words[base + R.NUM_PROMPT]:
+                    cached = words[base + _KV_LEN]
+                    section.set(base + R.CACHED_TOKENS, cached)
+                    section.add(H.CACHED_TOKENS, cached)
+                    section.add(H.PROMPT_TOKENS, num_tokens)
             # Through position num_tokens: the last known token's KV, and the next token's.
             if not self._grow(section, row, min(num_tokens + 1, words[base + R.LIMIT_TOKENS])):
                 raise Rollback
@@ -455,7 +476,7 @@ class Rows:
         return claimed
 
     def _pin_prefix(self, section: Section, row: int, matched: list[BlockRef]) -> None:
-        words, base, g = self._words, self._layout.row(row), self._layout.geometry
+        base, g = self._layout.row(row), self._layout.geometry
         table, pinned, last_hash = base + self._layout.row_blocks, 0, 0
         for ref in matched:
             if not self._pool.pin(section, ref):
@@ -467,10 +488,6 @@ class Rows:
         section.set(base + R.NUM_PUBLISHED, pinned)
         section.set(base + R.LAST_HASH, last_hash)
         section.set(base + _KV_LEN, pinned * g.block_tokens)
-        if words[base + _NUM_TOKENS] == words[base + R.NUM_PROMPT]:
-            section.set(base + R.CACHED_TOKENS, pinned * g.block_tokens)
-            section.add(H.CACHED_TOKENS, pinned * g.block_tokens)
-            section.add(H.PROMPT_TOKENS, words[base + R.NUM_PROMPT])
 
     def _pool_hash(self, block: int) -> int:
         from pdctl.transport.layout import B
@@ -495,6 +512,10 @@ class Rows:
 
     def grow(self, row: int, num_positions: int) -> bool:
         """Blocks for positions below `num_positions` of an owned row; False: the pool has none left."""
+        if num_positions > self._layout.geometry.max_context:
+            raise CapacityError(
+                f"row {row}: blocks for {num_positions} positions, a row holds {self._layout.geometry.max_context}"
+            )
         need = -(-num_positions // self._layout.geometry.block_tokens)
         if need <= self.get(row, R.NUM_BLOCKS):
             return True
@@ -555,11 +576,19 @@ class Rows:
 
     def hand_over(self, row: int) -> None:
         """Prefill is done: one stamp and one store, and any decode daemon may take the row."""
+        self._uncharge(row)
         self._move_own(row, RowState.READY, Actor.PREFILL)
 
     def put_back(self, row: int, actor: Actor) -> None:
         """An owner lets a row go, with its tokens and blocks, for another to go on with."""
+        self._uncharge(row)
         self._move_own(row, RowState.QUEUED if actor is Actor.PREFILL else RowState.READY, actor)
+
+    def _uncharge(self, row: int) -> None:
+        """A living owner lets go: this claim was no attempt that a death ended. Earlier ones still count."""
+        at = self._layout.row(row) + _ATTEMPTS
+        if self._words[at]:
+            self._words[at] -= 1
 
     def finish(self, row: int, reason: FinishReason) -> None:
         with self._lock.section(Op.FINISH, row) as section:
@@ -579,18 +608,27 @@ class Rows:
     def preempt(self, row: int, actor: Actor) -> bool:
         """Take a row's blocks for want of room; its tokens stay, its KV is computed again later.
 
-        Of rows without an owner anybody may preempt READY ones; of owned rows only the owner.
+        Of rows without an owner anybody may preempt READY ones and take the blocks of QUEUED ones (put back by
+        a prefill daemon); of owned rows only the owner.
+
+        Returns:
+            False: the row holds nothing that may be taken.
         """
         done = False
         with self._lock.section(Op.PREEMPT, row) as section:
             state = self.state(row)
             mine = {Actor.PREFILL: RowState.PREFILLING, Actor.DECODE: RowState.DECODING}.get(actor)
-            if state is RowState.READY or state is mine:
+            base = self._layout.row(row)
+            holds_blocks = state is RowState.QUEUED and self._words[base + R.NUM_BLOCKS] > 0
+            if state is RowState.READY or state is mine or holds_blocks:
                 self._release_blocks(section, row)
-                section.set(self._layout.row(row) + _PREEMPT, 0)
-                section.add(self._layout.row(row) + R.PREEMPTIONS, 1)
+                section.set(base + _PREEMPT, 0)
+                section.add(base + R.PREEMPTIONS, 1)
                 section.add(H.PREEMPTIONS, 1)
-                self._move(section, row, RowState.QUEUED, actor)
+                if state is mine and self._words[base + _ATTEMPTS]:
+                    section.add(base + _ATTEMPTS, -1)  # see _uncharge
+                if state is not RowState.QUEUED:
+                    self._move(section, row, RowState.QUEUED, actor)
                 done = True
         return done
 

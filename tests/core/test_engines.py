@@ -20,7 +20,7 @@ from pdctl.core.numerics import numerics
 from pdctl.core.prefill import PrefillEngine
 from pdctl.transport.layout import P, R
 from pdctl.transport.recovery import reap, verify
-from pdctl.transport.rows import FinishReason, RowParams, RowState
+from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
 BLOCK = 16
@@ -30,7 +30,9 @@ CHUNK = 32
 class Cluster:
     """A router's, a prefill's and a decode's place over one anonymous segment, stepped by hand."""
 
-    def __init__(self, model: Model, path: Path, *, num_blocks: int = 256, chunk: int = CHUNK, local: int = 0) -> None:
+    def __init__(
+        self, model: Model, path: Path, *, num_blocks: int = 256, chunk: int = CHUNK, local: int = 0
+    ) -> None:
         from pdctl.core.models import read_config
 
         config = read_config(path)
@@ -153,7 +155,11 @@ def test_tokens_are_transformers_own_cold_and_cached(model: Model, tiny_dir: Pat
 
 def test_alone_is_among_others_is_chunked_is_local(model: Model, tiny_dir: Path) -> None:
     prompts = [prompt_of(length, seed=3) for length in (1, 40, 97, 5, 64, 33, 200, 16)]
-    samplers: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.3, "top_p": 0.8, "seed": 1}]
+    samplers: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 1.3, "top_p": 0.8, "seed": 1},
+    ]
     alone = []
     for index, prompt in enumerate(prompts):
         alone.append(Cluster(model, tiny_dir).ask(prompt, 40, **samplers[index % 3]))
@@ -183,6 +189,21 @@ def test_preempted_for_want_of_blocks(model: Model, tiny_dir: Path) -> None:
     for (row, generation), prompt, expected in zip(handles, prompts, alone, strict=True):
         assert cluster.take(row, generation, len(prompt)) == expected
     assert cluster.segment.pool.num_available() == 14
+
+
+def test_the_oldest_gets_the_blocks_of_a_younger_queued_row(model: Model, tiny_dir: Path) -> None:
+    cluster = Cluster(model, tiny_dir, num_blocks=14)
+    old, _ = cluster.submit(prompt_of(150), 4)
+    young, _ = cluster.submit(prompt_of(100), 4)
+    rows = cluster.segment.rows
+    other = cluster.segment.attach(Role.PREFILL)
+    assert rows.claim(other, young, alone=True) is not None
+    rows.put_back(young, Actor.PREFILL)
+    assert rows.state(young) is RowState.QUEUED
+    assert rows.get(young, R.NUM_BLOCKS) == 7
+    cluster.run(old, young)
+    assert rows.get(young, R.PREEMPTIONS) == 1
+    assert rows.get(old, R.PREEMPTIONS) == 0
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -252,7 +273,9 @@ def test_cancelled_rows_give_their_blocks_back(model: Model, tiny_dir: Path) -> 
     assert cluster.segment.pool.num_available() == cluster.spec.num_blocks
 
 
-def test_the_probe_holds_here_and_notices_order(model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_holds_here_and_notices_order(
+    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Cluster(model, tiny_dir)
     assert numerics_hold(model)
     from pdctl.core import attention

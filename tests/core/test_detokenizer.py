@@ -1,0 +1,229 @@
+"""Pieces join to the decoding of all ids, whatever the tokenizer; stop strings cut where they begin."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdctl.core.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopChecker
+from pdctl.core.tokenizer import Tokenizer
+
+CORPUS = [
+    "Once upon a time there was a small daemon that lived in a shared segment.",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))",
+    "Der Bär hört süße Töne. Ça va, où est l'été? 안녕하세요 세계. 日本語のテキスト。",
+]
+TEXTS = [
+    *CORPUS,
+    "",
+    " ",
+    "   leading spaces and  inner   runs ",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 and flags 🇫🇷🇩🇪 end",
+    "한국어와 日本語 mixed with ASCII",
+    "a\u2028b\x85c\ttab\r\nnewline",
+    "a literal \ufffd in the text \ufffd",
+    "<0x41> is not a byte token when it is text",
+]
+MANY = ["bytelevel", "llama", "metaspace"]
+
+
+@cache
+def build(kind: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "bytelevel":
+        inner = Inner(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        extra: list[str] = []
+    else:
+        inner = Inner(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        if kind == "llama":
+            parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            inner.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+        else:
+            inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+        alphabet, extra = [], [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special + extra, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(CORPUS[:2] if extra else CORPUS, trainer)
+    if extra:
+        # The trainer made the bytes special; a byte is text.
+        state = inner.to_str().replace('"special":true', '"special":false')
+        inner = Inner.from_str(state)
+    return Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    )
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], sizes: random.Random | None = None) -> list[str]:
+    detokenizer, pieces, at = tokenizer.detokenizer(), [], 0
+    while at < len(ids):
+        size = 1 if sizes is None else sizes.randint(0, 5)
+        pieces.append(detokenizer.push(ids[at : at + size]))
+        at += size
+    pieces.append(detokenizer.flush())
+    return pieces
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_reference(kind: str, text: str) -> None:
+    tokenizer = build(kind)
+    ids = tokenizer.encode(text * 3)
+    reference = tokenizer.decode(ids)
+    assert "".join(stream(tokenizer, ids)) == reference
+    assert "".join(stream(tokenizer, ids, random.Random(len(text)))) == reference
+    if kind == "bytelevel":
+        assert reference == text * 3
+
+
+@pytest.mark.parametrize("kind", MANY)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_ids_join_to_the_reference(kind: str, data: st.DataObject) -> None:
+    tokenizer = build(kind)
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=80))
+    assert "".join(stream(tokenizer, ids, random.Random(len(ids)))) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", MANY)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_broken_bytes_join_to_the_reference(kind: str, data: st.DataObject) -> None:
+    """Half characters, stray continuation bytes and special tokens between them, in long runs."""
+    tokenizer = build(kind)
+    odd = [token for token in range(len(tokenizer)) if REPLACEMENT in tokenizer.decode([token])]
+    good = tokenizer.encode("é日😀 x")
+    ids = data.draw(st.lists(st.sampled_from([*odd[::9], *good, 1, 2]), max_size=120))
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_no_piece_holds_half_a_character(kind: str) -> None:
+    tokenizer = build(kind)
+    text = "smile 😀😃😄 안녕 ok"
+    pieces = stream(tokenizer, tokenizer.encode(text))
+    assert REPLACEMENT not in "".join(pieces)
+    assert "".join(pieces).strip() == text
+
+
+def test_text_comes_without_delay() -> None:
+    tokenizer = build("bytelevel")
+    ids = tokenizer.encode(CORPUS[0])
+    detokenizer = tokenizer.detokenizer()
+    for number, token in enumerate(ids, 1):
+        assert detokenizer.push([token]) == tokenizer.decode(ids[:number])[len(tokenizer.decode(ids[: number - 1])) :]
+
+
+def test_a_character_that_never_completes_is_flushed() -> None:
+    tokenizer = build("bytelevel")
+    ids = tokenizer.encode("ok 😀")[:-1]
+    pieces = stream(tokenizer, ids)
+    assert REPLACEMENT not in "".join(pieces[:-1])
+    assert pieces[-1] == REPLACEMENT
+
+
+def test_first_space_is_dropped_once_and_later_ones_are_kept() -> None:
+    tokenizer = build("llama")
+    ids = tokenizer.encode("time upon a time")
+    pieces = [piece for piece in stream(tokenizer, ids) if piece]
+    assert not pieces[0].startswith(" ")
+    assert "".join(pieces) == "time upon a time"
+    # After a special token the window has no text to lean on; the space must come nevertheless.
+    assert "".join(stream(tokenizer, [*ids, 2, *ids])) == tokenizer.decode([*ids, 2, *ids])
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_cost_is_linear(kind: str) -> None:
+    tokenizer = build(kind)
+    ids = tokenizer.encode(" ".join(CORPUS[:1] * 60))
+    decoded = 0
+
+    def counting(window: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(window)
+        return tokenizer.decode(window)
+
+    detokenizer = IncrementalDetokenizer(counting)
+    text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids)
+    assert decoded < 40 * len(ids)
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------
+
+
+def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    checker, shown = StopChecker(stops), ""
+    for piece in pieces:
+        text, stopped = checker.push(piece)
+        shown += text
+        if stopped:
+            return shown, True
+    text, stopped = checker.flush()
+    return shown + text, stopped
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "expected"),
+    [
+        (["Hello", " wor", "ld and", " more"], ["world"], "Hello "),
+        (["a", "b", "c", "d"], ["bc"], "a"),
+        (["aaa", "ab"], ["aab"], "aa"),
+        (["abcabd"], ["abd"], "abc"),
+        (["one two three"], ["three", "two"], "one "),
+        (["hello"], ["ell", "hello"], ""),
+        (["h", "e", "l", "l", "o"], ["ell", "hello"], ""),
+        (["h", "e", "l", "l", "x"], ["ell", "hello"], "h"),
+        (["h", "e", "l", "l"], ["ell", "hello"], "h"),
+        (["stop at once"], ["s"], ""),
+        (["\n", "\n"], ["\n\n"], ""),
+        (["", "", "x"], ["x"], ""),
+    ],
+)
+def test_stop_cuts_before_its_first_occurrence(pieces: list[str], stops: list[str], expected: str) -> None:
+    assert cut(pieces, stops) == (expected, True)
+
+
+def test_a_begun_stop_is_held_back_and_then_shown() -> None:
+    checker = StopChecker(["<END>"])
+    assert checker.push("text <EN") == ("text ", False)
+    assert checker.push("T") == ("<ENT", False)
+    assert checker.push(" <EN") == (" ", False)
+    assert checker.flush() == ("<EN", False)
+
+
+def test_nothing_comes_after_the_stop() -> None:
+    checker = StopChecker(["b"])
+    assert checker.push("abc") == ("a", True)
+    assert checker.push("more") == ("", True)
+    assert checker.flush() == ("", True)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text("ab c", max_size=40),
+    stops=st.lists(st.text("ab c", min_size=1, max_size=5), min_size=1, max_size=4),
+    seed=st.integers(0, 1 << 16),
+)
+def test_cut_does_not_depend_on_pieces_or_order(text: str, stops: list[str], seed: int) -> None:
+    chance = random.Random(seed)
+    pieces, at = [], 0
+    while at < len(text):
+        size = chance.randint(1, 4)
+        pieces.append(text[at : at + size])
+        at += size
+    first = min((found for stop in stops if (found := text.find(stop)) >= 0), default=-1)
+    assert cut(pieces, stops) == ((text, False) if first < 0 else (text[:first], True))

@@ -1,0 +1,369 @@
+"""Rows as the router sees them: waiting, waking, ending, cancelling, recycling; daemons played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from pdctl.core.detokenizer import IncrementalDetokenizer
+from pdctl.core.requests import (
+    Choice,
+    QueueFullError,
+    RowClient,
+    RowRequest,
+    RowStream,
+    ShuttingDownError,
+)
+from pdctl.transport.doorbell import Bell
+from pdctl.transport.errors import DeadlineError
+from pdctl.transport.layout import DType, Geometry, P, R
+from pdctl.transport.recovery import verify
+from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState
+from pdctl.transport.segment import Role, Segment
+
+EOS = 0
+
+
+class ByteTokenizer:
+    """One id a byte."""
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"))
+
+
+class World:
+    """A segment, a router, and both daemons' bells."""
+
+    def __init__(self, run_dir: Path, *, max_rows: int = 4, queue_limit: int = 8) -> None:
+        self.segment = Segment.anonymous(
+            Geometry(
+                num_blocks=64,
+                block_tokens=4,
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=1,
+                dtype=DType.FLOAT32,
+                max_rows=max_rows,
+                max_context=64,
+                max_participants=8,
+            )
+        )
+        self.rows = self.segment.rows
+        self.prefill = self.segment.attach(Role.PREFILL)
+        self.decode = self.segment.attach(Role.DECODE)
+        self.prefill_bell = Bell(run_dir, self.prefill.slot)
+        self.decode_bell = Bell(run_dir, self.decode.slot)
+        self.me = self.segment.attach(Role.ROUTER)
+        self.bell = Bell(run_dir, self.me.slot)
+        self.client = RowClient(self.segment, self.me, self.bell, local_prefill_tokens=2, queue_limit=queue_limit)
+        self.news = asyncio.Event()
+
+    async def submit(self, prompt: bytes = b"0123456789", *, limit: int = 20, timeout_s: float = 30) -> RowStream:
+        now = time.monotonic_ns()
+        request = RowRequest(
+            request_id="r",
+            tokens=list(prompt),
+            limit_tokens=limit,
+            params=RowParams(),
+            deadline_ns=now + int(timeout_s * 1e9),
+            received_ns=now,
+        )
+        return await self.client.submit(request, self.news.set)
+
+    def claim(self, row: int) -> Claim:
+        """Take a row through prefill to decode."""
+        if self.rows.state(row) is RowState.QUEUED:
+            claim = self.rows.claim(self.prefill, row, alone=True)
+            assert claim is not None
+            self.rows.commit_kv(row, claim.num_tokens - 1)
+            self.rows.hand_over(row)
+        claim = self.rows.claim(self.decode, row, alone=True)
+        assert claim is not None
+        return claim
+
+    def emit(self, claim: Claim, position: int, text: bytes) -> None:
+        for offset, token in enumerate(text):
+            if not self.rows.get(claim.row, R.T_FIRST_TOKEN):
+                self.rows.put(claim.row, R.T_FIRST_TOKEN, time.monotonic_ns())
+            self.rows.commit_kv(claim.row, position + offset)
+            self.rows.commit_token(claim.row, claim.generation, position + offset, token)
+        self.decode_bell.ring(self.me.slot)
+
+    def finish(self, claim: Claim, reason: FinishReason) -> None:
+        self.rows.finish(claim.row, reason)
+        self.decode_bell.ring(self.me.slot)
+
+    async def hear(self) -> None:
+        await self.news.wait()
+        self.news.clear()
+
+
+def play(run_dir: Path, scenario: Callable[[World], Awaitable[None]], **options: int) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(30):
+            world = World(run_dir, **options)
+            world.client.start()
+            await scenario(world)
+            for row in world.rows.owned_by(world.decode.slot, world.decode.incarnation):
+                world.rows.end_cancelled(row, Actor.DECODE)
+            world.client.begin_shutdown("over")
+            assert await world.client.finish_shutdown(5) == 0
+            assert set(world.rows.states()) == {RowState.FREE}
+            assert verify(world.segment) == []
+
+    asyncio.run(run())
+
+
+def test_tokens_arrive_in_order_and_the_row_is_recycled(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        assert world.prefill_bell.drain()
+        assert not world.decode_bell.drain()
+        claim = world.claim(stream.row)
+        world.emit(claim, 10, b"ab")
+        await world.hear()
+        assert stream.take() == list(b"ab")
+        world.emit(claim, 12, b"c")
+        world.finish(claim, FinishReason.LENGTH)
+        while stream.end is None:
+            await world.hear()
+        assert stream.take() == list(b"c")
+        assert (stream.end.state, stream.end.reason) == (RowState.FINISHED, FinishReason.LENGTH)
+        assert world.rows.state(stream.row) is RowState.FREE
+        stats = stream.stats()
+        assert stats.queue_ms is not None and stats.prefill_ms is not None and stats.decode_ms is not None
+        assert stats.first_token_ms is not None and stats.handover_us is not None
+        assert (stats.prefill_slot, stats.decode_slot) == (world.prefill.slot, world.decode.slot)
+
+    play(tmp_path, scenario)
+
+
+def test_short_prompts_ring_decode_and_have_no_prefill_times(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit(b"abc")
+        assert world.decode_bell.drain()
+        assert not world.prefill_bell.drain()
+        claim = world.claim(stream.row)
+        world.emit(claim, 3, b"x")
+        world.finish(claim, FinishReason.STOP)
+        while stream.end is None:
+            await world.hear()
+        stats = stream.stats()
+        assert (stats.prefill_ms, stats.handover_us, stats.prefill_slot) == (None, None, None)
+        assert stats.queue_ms is not None
+
+    play(tmp_path, scenario)
+
+
+def test_lost_bells_cost_a_second_at_most(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        claim = world.claim(stream.row)
+        world.rows.commit_token(claim.row, claim.generation, 10, 65)
+        await world.hear()
+        assert stream.take() == [65]
+
+    play(tmp_path, scenario)
+
+
+def test_requests_wait_for_rows_in_order(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        first = await world.submit()
+        order: list[int] = []
+
+        async def later(number: int) -> None:
+            stream = await world.submit()
+            order.append(number)
+            stream.cancel()
+
+        tasks = [asyncio.create_task(later(number)) for number in range(5)]
+        await asyncio.sleep(0.01)
+        assert world.client.num_waiting == 5
+        first.cancel()
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2, 3, 4]
+        assert world.client.num_waiting == 0
+
+    play(tmp_path, scenario, max_rows=1)
+
+
+def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.submit()
+        waiting = [asyncio.create_task(world.submit(timeout_s=0.05)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await world.submit()
+        for task in waiting:
+            with pytest.raises(TimeoutError):
+                await task
+        assert world.client.num_waiting == 0
+
+    play(tmp_path, scenario, max_rows=1, queue_limit=2)
+
+
+def test_cancel_without_an_owner_ends_at_once(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        stream.cancel()
+        stream.cancel()
+        assert world.rows.state(stream.row) is RowState.FREE
+        assert world.client.num_live == 0
+
+    play(tmp_path, scenario)
+
+
+def test_cancel_with_an_owner_rings_it_and_waits_for_it(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        claim = world.claim(stream.row)
+        world.decode_bell.drain()
+        stream.cancel()
+        assert world.decode_bell.drain()
+        assert world.rows.get(stream.row, R.CANCEL) == 1
+        world.emit(claim, 10, b"unread")
+        await asyncio.sleep(0.01)
+        assert stream.take() == []
+        assert (world.client.num_live, world.rows.state(stream.row)) == (1, RowState.DECODING)
+        world.rows.end_cancelled(stream.row, Actor.DECODE)
+        world.decode_bell.ring(world.me.slot)
+        while world.client.num_live:
+            await asyncio.sleep(0.001)
+        assert world.rows.state(stream.row) is RowState.FREE
+
+    play(tmp_path, scenario)
+
+
+def test_a_cancelled_row_that_lost_its_owner_is_ended(tmp_path: Path) -> None:
+    """The owner let go of the row between our wish and its reading it."""
+
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        world.claim(stream.row)
+        stream.cancel()
+        world.rows.put_back(stream.row, Actor.DECODE)
+        while world.client.num_live:
+            await asyncio.sleep(0.01)
+        assert world.rows.state(stream.row) is RowState.FREE
+
+    play(tmp_path, scenario)
+
+
+def test_failure_brings_its_cause(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        claim = world.claim(stream.row)
+        world.emit(claim, 10, b"a")
+        world.rows.fail(stream.row, "decode 0 died three times", Actor.DECODE)
+        world.decode_bell.ring(world.me.slot)
+        while stream.end is None:
+            await world.hear()
+        assert stream.take() == list(b"a")
+        assert (stream.end.state, stream.end.error) == (RowState.FAILED, "decode 0 died three times")
+
+    play(tmp_path, scenario)
+
+
+def test_recycling_is_tried_again_when_the_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        claim = world.claim(stream.row)
+        recycle = world.rows.recycle
+
+        def refuse(row: int, generation: int, actor: Actor = Actor.ROUTER) -> bool:
+            monkeypatch.setattr(world.rows, "recycle", recycle)
+            raise DeadlineError("the lock is held")
+
+        monkeypatch.setattr(world.rows, "recycle", refuse)
+        world.finish(claim, FinishReason.LENGTH)
+        await world.hear()
+        assert stream.end is not None
+        while world.client.num_live:
+            await asyncio.sleep(0.01)
+
+    play(tmp_path, scenario)
+
+
+def test_shutdown_ends_streams_waiters_and_rows(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        waiter = asyncio.create_task(world.submit())
+        await asyncio.sleep(0)
+        world.client.begin_shutdown("going down")
+        await world.hear()
+        assert stream.end is not None and stream.end.error == "going down"
+        with pytest.raises(ShuttingDownError):
+            await waiter
+        with pytest.raises(ShuttingDownError):
+            await world.submit()
+
+    play(tmp_path, scenario, max_rows=1)
+
+
+def test_no_other_words_are_written_by_an_idle_client(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        before = bytes(world.segment.words[: world.segment.layout.meta_words])
+        await asyncio.sleep(0.02)
+        assert bytes(world.segment.words[: world.segment.layout.meta_words]) == before
+        assert world.me.get(P.ROLE) == Role.ROUTER
+
+    play(tmp_path, scenario)
+
+
+# --- choices ---------------------------------------------------------------------------------------------------
+
+
+def choice_of(stream: RowStream, stops: tuple[str, ...] = ()) -> Choice:
+    return Choice(0, stream, ByteTokenizer(), hidden_ids=frozenset({EOS}), stops=stops)  # type: ignore[arg-type]
+
+
+def test_end_of_sequence_counts_and_is_not_text(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        choice, claim = choice_of(stream), world.claim(stream.row)
+        world.emit(claim, 10, b"hi\0")
+        await world.hear()
+        delta = choice.advance()
+        assert (delta.text, delta.token_ids, choice.is_done) == ("hi", [*b"hi", EOS], False)
+        world.finish(claim, FinishReason.STOP)
+        await world.hear()
+        assert choice.advance().text == ""
+        assert (choice.finish_reason, choice.num_tokens) == ("stop", 3)
+
+    play(tmp_path, scenario)
+
+
+def test_a_stop_string_cancels_the_row_and_counts_to_its_last_token(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        choice, claim = choice_of(stream, ("lo",)), world.claim(stream.row)
+        world.emit(claim, 10, b"hel")
+        await world.hear()
+        assert choice.advance().text == "he"
+        world.emit(claim, 13, b"lo wor")
+        await world.hear()
+        delta = choice.advance()
+        assert (delta.text, delta.token_ids) == ("l", list(b"lo"))
+        assert (choice.finish_reason, choice.num_tokens) == ("stop", 5)
+        assert world.rows.get(stream.row, R.CANCEL) == 1
+
+    play(tmp_path, scenario)
+
+
+def test_half_a_character_at_the_limit_is_shown_at_the_end(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit()
+        choice, claim = choice_of(stream, ("zz",)), world.claim(stream.row)
+        world.emit(claim, 10, b"z" + "é".encode()[:1])
+        await world.hear()
+        assert choice.advance().text == ""
+        world.finish(claim, FinishReason.LENGTH)
+        await world.hear()
+        assert choice.advance().text == "z\ufffd"
+        assert choice.finish_reason == "length"
+
+    play(tmp_path, scenario)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import select
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdctl.transport.doorbell import Bell
+from pdctl.transport.names import bell_path
+
+FAR_AWAY_S = 30.0
+
+
+@pytest.fixture
+def bells(tmp_path: Path) -> Iterator[tuple[Bell, Bell]]:
+    made = (Bell(tmp_path, 0), Bell(tmp_path, 1))
+    yield made
+    for bell in made:
+        bell.close()
+
+
+def test_a_ring_is_heard_by_the_one_rung_alone(bells: tuple[Bell, Bell]) -> None:
+    one, two = bells
+    one.ring(1)
+    assert one.drain() is False
+    assert two.drain() is True
+    assert two.drain() is False
+
+
+def test_many_rings_are_one(bells: tuple[Bell, Bell]) -> None:
+    for _ in range(5):
+        bells[0].ring(1)
+    assert bells[1].wait(FAR_AWAY_S) is True
+    assert bells[1].wait(0) is False
+
+
+def test_waiting_ends_without_a_ring(bells: tuple[Bell, Bell]) -> None:
+    assert bells[0].wait(0.01) is False
+
+
+def test_a_ring_during_the_scan_is_kept_for_the_next_wait(bells: tuple[Bell, Bell]) -> None:
+    one, two = bells
+    one.ring(1)
+    assert two.wait(FAR_AWAY_S)
+    one.ring(1)
+    assert two.wait(FAR_AWAY_S)
+
+
+def test_a_sleeper_is_woken(bells: tuple[Bell, Bell]) -> None:
+    heard: list[bool] = []
+    sleeper = threading.Thread(target=lambda: heard.append(bells[1].wait(FAR_AWAY_S)))
+    sleeper.start()
+    bells[0].ring(1)
+    sleeper.join(FAR_AWAY_S)
+    assert heard == [True]
+
+
+def test_a_full_queue_neither_blocks_nor_raises(bells: tuple[Bell, Bell]) -> None:
+    for _ in range(10_000):
+        bells[0].ring(1)
+    assert bells[1].drain() is True
+    assert bells[1].drain() is False
+    bells[0].ring(1)
+    assert bells[1].drain() is True
+
+
+def test_a_missing_dead_or_foreign_peer_neither_blocks_nor_raises(tmp_path: Path) -> None:
+    bell = Bell(tmp_path, 0)
+    bell.ring(7)
+    other = Bell(tmp_path, 1)
+    other._socket.close()
+    bell.ring(1)
+    bell_path(tmp_path, 2).write_text("a file, not a socket")
+    bell.ring(2)
+    bell.ring(10**200)
+    bell.close()
+    bell.ring(0)
+    assert bell.drain() is False
+
+
+def test_a_restarted_participant_takes_over_the_path_of_the_dead(tmp_path: Path) -> None:
+    dead = Bell(tmp_path, 1)
+    dead._socket.close()
+    assert bell_path(tmp_path, 1).exists()
+    new, ringer = Bell(tmp_path, 1), Bell(tmp_path, 0)
+    ringer.ring(1)
+    assert new.wait(FAR_AWAY_S)
+    for bell in (new, ringer):
+        bell.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_we_may_ring(bells: tuple[Bell, Bell], tmp_path: Path) -> None:
+    assert stat.S_IMODE(bell_path(tmp_path, 0).stat().st_mode) == 0o600
+
+
+def test_a_bell_can_be_watched_with_other_descriptors(bells: tuple[Bell, Bell]) -> None:
+    poll = select.poll()
+    poll.register(bells[1].fileno(), select.POLLIN)
+    assert poll.poll(0) == []
+    bells[0].ring(1)
+    assert poll.poll(FAR_AWAY_S * 1000) == [(bells[1].fileno(), select.POLLIN)]
