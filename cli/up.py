@@ -252,7 +252,7 @@ def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, f
             f"the supervisor ended without a word ({exit_words(process.returncode)})",
             hint=cluster.command("logs supervisor", spec.name),
         )
-    remark(f"pdctl is up in {time.monotonic() - began:.1f} s: {url}  (cluster {spec.name!r}, {spec.model_name})")
+    remark(f"up in {time.monotonic() - began:.1f} s: {url} serves {spec.model_name}")
     if not is_loopback(spec.host):
         remark(f"warning: --host {spec.host} serves beyond this machine, without a key or encryption")
     if not foreground:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pdctl.core import attention
 from pdctl.core.attention import PagedKV, TokenRun
 from pdctl.core.numerics import MIN_FORWARD_ROWS, Numerics
+from pdctl.transport.errors import IncompatibleError
 
 _NAME = "pdctl"
 
@@ -86,6 +87,16 @@ class Model:
         return logits[: len(logit_rows)].float()
 
 
+def _check_loaded(path: Path, info: dict[str, Any]) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise IncompatibleError(f"{path}: tensor {missing[0]} is missing (1 of {len(missing)} so)")
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise IncompatibleError(f"{path}: tensor {name} has shape {list(found)}, expected {list(expected)}")
+
+
 def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | None = None) -> Model:
     """Load a checkpoint for pool attention.
 
@@ -93,6 +104,7 @@ def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | 
         progress: called with (layers done, layers in all) while linear layers are prepared.
 
     Raises:
+        IncompatibleError: a tensor is missing or of another shape.
         OSError, ValueError: transformers' own, for files it cannot read.
     """
     import transformers
@@ -103,13 +115,18 @@ def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | 
     transformers.logging.disable_progress_bar()
     AttentionInterface.register(_NAME, attention.attention_function)
     AttentionMaskInterface.register(_NAME, attention.no_mask)
-    module = AutoModelForCausalLM.from_pretrained(
+    module, info = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=getattr(torch, numerics.dtype),
         attn_implementation=_NAME,
         trust_remote_code=False,
         local_files_only=True,
-    ).eval()
+        # transformers fills what is missing with random numbers and goes on: we do not.
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    _check_loaded(path, info)
+    module.eval()
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     if numerics.linear == "widened":

@@ -23,6 +23,7 @@ from pathlib import Path
 from pdctl.core import logs
 from pdctl.core.config import ClusterSpec
 from pdctl.core.process import die_with_parent, set_process_name
+from pdctl.transport.errors import PdctlError
 from pdctl.transport.names import SegmentName, log_dir, parse_segment_name
 from pdctl.transport.segment import Role
 
@@ -48,7 +49,8 @@ def main() -> None:
         _serve(spec, segment_name, wire, given.parent)
     except Exception as error:
         traceback.print_exc()
-        _say(wire, error=f"{type(error).__name__}: {error}".splitlines()[0])
+        said = error.message if isinstance(error, PdctlError) else f"{type(error).__name__}: {error}"
+        _say(wire, error=said.splitlines()[0])
         sys.exit(1)
 
 

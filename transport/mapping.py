@@ -212,6 +212,9 @@ def _fitting_blocks(geometry: Geometry, room_bytes: int) -> int:
 def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_id: int) -> Mapping:
     """Make and fill a new segment; nobody can attach before its last store.
 
+    Holds the guard's byte 0, so that nobody takes it for an orphan before its maker has a place in it:
+    `Segment.attach` lets go of it.
+
     Raises:
         CapacityError: it does not fit; nothing is left behind.
     """
@@ -220,6 +223,7 @@ def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_
     fd = os.open(name.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     mapping = None
     try:
+        _lock_byte(fd, _F_OFD_SETLK, fcntl.F_WRLCK, 0)
         os.fchmod(fd, 0o600)
         try:
             for start in range(0, total, _ALLOCATE_STEP_BYTES):

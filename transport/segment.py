@@ -193,6 +193,7 @@ class Segment:
             if taken:
                 self.mapping.drop_byte(slot + 1)
                 continue
+            self.mapping.drop_byte(0)  # held by a segment's maker until now
             self.lock.slot, self.lock.incarnation = slot, incarnation
             return Participant(self.words, self.layout, slot, role, incarnation)
         raise CapacityError(f"segment: all {self.geometry.max_participants} participant slots are taken")

@@ -527,3 +527,17 @@ def test_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     available, limit = mapping_module.available_bytes()
     assert available > 0
     assert limit in ("/dev/shm", "available memory")
+
+
+def test_a_segment_in_the_making_is_no_orphan(name: SegmentName, kit: Any) -> None:
+    made = Segment.create(name, kit.geometry(), fingerprint=1, numerics_id=1)
+    try:
+        assert not unlink_if_orphaned(name)
+        me = made.attach(Role.SUPERVISOR)
+        assert not unlink_if_orphaned(name)
+        made.detach(me)
+        assert unlink_if_orphaned(name)
+        assert not name.path.exists()
+    finally:
+        made.close()
+        name.path.unlink(missing_ok=True)
