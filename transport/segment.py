@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdctl.transport import mapping as _mapping
 from pdctl.transport.errors import CapacityError, IncompatibleError, NotFoundError
-from pdctl.transport.layout import WORD, DType, Geometry, H, Layout, P, SegmentState
+from pdctl.transport.layout import PARTICIPANT_WORDS, WORD, DType, Geometry, H, Layout, P, SegmentState
 from pdctl.transport.lock import MutationLock, Op
 from pdctl.transport.mapping import Mapping
 from pdctl.transport.names import SegmentName
@@ -205,11 +205,10 @@ class Segment:
         self.mapping.drop_byte(me.slot + 1)
 
     def slots(self, role: Role) -> list[int]:
-        return [
-            slot
-            for slot in range(self.geometry.max_participants)
-            if self.words[self.layout.participant(slot) + P.ROLE] == role
-        ]
+        start = self.layout.participants + P.ROLE
+        stop = start + self.geometry.max_participants * PARTICIPANT_WORDS
+        roles = self.words[start:stop:PARTICIPANT_WORDS].tolist()
+        return [slot for slot, found in enumerate(roles) if found == role]
 
     def participant_word(self, slot: int, name: P) -> int:
         return self.words[self.layout.participant(slot) + name]

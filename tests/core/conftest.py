@@ -238,3 +238,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BusyCluster]:
         for left in sorted(state_dir.rglob("*"), reverse=True):
             left.rmdir() if left.is_dir() else left.unlink()
         state_dir.rmdir()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pdctl's cache directory: the test's own, not made yet."""
+    monkeypatch.setenv("PDCTL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PDCTL_SMOLLM2_WHEEL", raising=False)
+    return tmp_path / "cache"

@@ -33,7 +33,7 @@ class Cluster:
     def __init__(
         self, model: Model, path: Path, *, num_blocks: int = 256, chunk: int = CHUNK, local: int = 0
     ) -> None:
-        from pdctl.core.models import read_config
+        from pdctl.core.checkpoint import read_config
 
         config = read_config(path)
         self.spec = ClusterSpec(

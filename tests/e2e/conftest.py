@@ -178,6 +178,6 @@ def start_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 @pytest.fixture(scope="session")
 def smollm_dir() -> Path:
     """The embedded model, pulled into the user's cache as `pdctl up` does."""
-    from pdctl.core.models import pull
+    from pdctl.core.pull import pull
 
     return pull("smollm2")

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from pdctl.core.models import cache_dir, fingerprint
+from pdctl.core.checkpoint import fingerprint
+from pdctl.core.model_cache import cache_dir
 from pdctl.transport.segment import Role
 
 BLOCK = 16
@@ -138,8 +139,7 @@ def test_every_prompt_twice_is_transformers_own(
         if cold["choices"][0]["token_ids"] != expected:
             different.append((prompt, cold["choices"][0]["token_ids"]))
     assert len(different) <= len(prompts) // 100 + 1
-    if different:
-        _assert_ties(smollm_dir, different)
+    _assert_ties(smollm_dir, different)
 
 
 def _assert_ties(smollm_dir: Path, served: list[tuple[list[int], list[int]]]) -> None:
@@ -147,6 +147,8 @@ def _assert_ties(smollm_dir: Path, served: list[tuple[list[int], list[int]]]) ->
     import torch
     from transformers import AutoModelForCausalLM
 
+    if not served:
+        return
     model = AutoModelForCausalLM.from_pretrained(smollm_dir, dtype=torch.float32).eval()
     for prompt, ids in served:
         with torch.inference_mode():
@@ -155,13 +157,45 @@ def _assert_ties(smollm_dir: Path, served: list[tuple[list[int], list[int]]]) ->
         assert float((logits.amax(1) - chosen).max()) < TIE
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def either(request: pytest.FixtureRequest, start_shared: Any, smollm_dir: Path) -> Any:
-    """A cluster of each dtype, with other chunks than the one above and local prefill on."""
+@pytest.fixture(scope="module")
+def two_of_each(start_shared: Any, smollm_dir: Path) -> Any:
+    """Two prefill and two decode daemons, with other chunks than the cluster above and local prefill on."""
     return start_shared(
-        "--model", str(smollm_dir), "--dtype", request.param, "--chunk-tokens", "48", "--kv-gib", "0.5",
+        "--model", str(smollm_dir), "--dtype", "float32", "--chunk-tokens", "48", "--kv-gib", "0.5",
+        "--max-context", "2048", "--prefill", "2", "--decode", "2",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bfloat16_cluster(start_shared: Any, smollm_dir: Path) -> Any:
+    return start_shared(
+        "--model", str(smollm_dir), "--dtype", "bfloat16", "--chunk-tokens", "48", "--kv-gib", "0.5",
         "--max-context", "2048",
     )  # fmt: skip
+
+
+@pytest.fixture(params=["two_of_each", "bfloat16_cluster"])
+def either(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.e2e
+def test_two_of_each_answer_as_one_of_each(
+    two_of_each: Any, smollm_dir: Path, prompts: list[list[int]], oracle: list[list[int]]
+) -> None:
+    """S02: the layout is not in the answer; every daemon has had work."""
+    chosen = range(len(EDGES) - 1, len(EDGES) + 20)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda index: two_of_each.complete(prompts[index], NEW_TOKENS), chosen))
+    different = [
+        (prompts[index], answer["choices"][0]["token_ids"])
+        for index, answer in zip(chosen, answers, strict=True)
+        if answer["choices"][0]["token_ids"] != oracle[index]
+    ]
+    _assert_ties(smollm_dir, different)
+    decoders = {answer["timings"]["decode_slot"] for answer in answers}
+    assert decoders == {slot for slot, _ in two_of_each.slots(Role.DECODE)}
+    assert sum(answer["timings"]["local_tokens"] for answer in answers) > 0
 
 
 @pytest.mark.e2e

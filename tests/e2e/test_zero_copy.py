@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from pdctl.core.checkpoint import read_config
 from pdctl.core.config import ClusterSpec
-from pdctl.core.models import read_config
 from pdctl.transport.layout import R
 from pdctl.transport.names import new_segment_name
 from pdctl.transport.rows import RowParams

@@ -1,0 +1,529 @@
+"""A model directory: its configuration, tokenizer and safetensors, checked and fingerprinted without loading.
+
+Reads config.json and the safetensors headers as plain bytes: no torch, no transformers, so that light commands
+may import it. Does not know where a directory comes from, nor engines, segments or clusters. Called by models and
+pull, which accept no directory that `validate` refuses, and by `pdctl up`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from pdctl.transport.errors import IncompatibleError, PdctlError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the rest of pdctl needs of config.json and generation_config.json; all numbers positive."""
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+SUPPORTED: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_SUPPORTED_NAMES: Final = ", ".join(sorted(SUPPORTED))
+
+WEIGHTS: Final = "model.safetensors"
+WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+# Angles that depend on the position alone: K computed in any chunk, by any process, is the same.
+_STATIC_ROPE_TYPES: Final = frozenset({"default", "linear", "llama3", "yarn"})
+_LENGTH_DEPENDENT_ROPE_TYPES: Final = frozenset({"dynamic", "longrope", "su"})
+_DTYPES: Final = frozenset({"bfloat16", "float16", "float32"})
+_STORED_DTYPES: Final = frozenset({"BF16", "F16", "F32"})
+_STORED_DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
+
+_LFS_MARK: Final = b"version https://git-lfs"
+_MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
+_SAMPLE_BYTES: Final = 64 * 1024
+
+_HINT_MODEL: Final = "give a complete model directory, or use the embedded model: smollm2"
+
+
+def validate(path: Path) -> ModelConfig:
+    """Checks a model directory without loading it: configuration, tokenizer, and every weight file's header.
+
+    Takes milliseconds whatever the model's size: of the weights only headers and file sizes are read.
+
+    Raises:
+        UsageError: the directory, or a file in it, is absent or cannot be read.
+        IncompatibleError: damaged, incomplete, or nothing pdctl can serve; the message names the file and
+            what was found and expected.
+    """
+    try:
+        is_empty = not any(path.iterdir())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if is_empty:
+        raise IncompatibleError(
+            f"{path} is empty; expected config.json, tokenizer.json and safetensors", hint=_HINT_MODEL
+        )
+    config = read_config(path)
+    _check_tokenizer(path)
+    _check_weights(path, config)
+    return config
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `validate` accepts the directory."""
+    try:
+        validate(path)
+    except PdctlError:
+        return False
+    return True
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Reads config.json and generation_config.json of a model directory.
+
+    Raises:
+        UsageError: a file cannot be read.
+        IncompatibleError: absent, damaged, or of a model pdctl does not serve; the message says which, why.
+    """
+    raw = _read_config_json(path)
+    file = path / "config.json"
+    architecture = _check_architecture(file, raw)
+    num_heads = _positive(file, raw, "num_attention_heads")
+    num_kv_heads = _positive(file, raw, "num_key_value_heads", default=num_heads)
+    hidden_size = _positive(file, raw, "hidden_size")
+    head_dim = _positive(file, raw, "head_dim", default=hidden_size // num_heads)
+    if num_heads % num_kv_heads != 0:
+        raise IncompatibleError(
+            f"{file}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
+            hint=_HINT_MODEL,
+        )
+    config = ModelConfig(
+        architecture=architecture,
+        num_layers=_positive(file, raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        vocab_size=_positive(file, raw, "vocab_size"),
+        max_position_embeddings=_positive(file, raw, "max_position_embeddings"),
+        dtype=_dtype(file, raw),
+        eos_token_ids=_eos_token_ids(path, raw),
+        bos_token_id=_bos_token_id(file, raw),
+    )
+    _check_attention(file, raw, config)
+    return config
+
+
+def fingerprint(path: Path) -> int:
+    """Returns 64 bits that tell two models apart, in milliseconds.
+
+    SHA-256 over config.json, generation_config.json and the tokenizer, and for each weight file its name,
+    size, header, and three 64 KiB samples (first, middle, last) of its data. It guards against mixing up
+    models, not against someone who forges one.
+
+    Raises:
+        UsageError: a file cannot be read.
+        IncompatibleError: a weight file is absent or damaged.
+    """
+    digest = hashlib.sha256()
+
+    def add(label: str, data: bytes) -> None:
+        digest.update(f"{label}:{len(data)}:".encode())
+        digest.update(data)
+
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"):
+        if _exists(path / name):
+            add(name, _read_bytes(path / name))
+    for name in sorted(_weight_files(path)):
+        file = path / name
+        size_bytes, header = _read_header(file)
+        add(name, size_bytes.to_bytes(8, "little"))
+        add("header", header)
+        data_at = 8 + len(header)
+        last_at = max(data_at, size_bytes - _SAMPLE_BYTES)
+        with opened(file) as stream:
+            for offset in (data_at, (data_at + last_at) // 2, last_at):
+                stream.seek(offset)
+                add(f"sample@{offset}", stream.read(_SAMPLE_BYTES))
+    return int.from_bytes(digest.digest()[:8], "little")
+
+
+def _read_config_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not _exists(file):
+        if _exists(path / "adapter_config.json"):
+            raise IncompatibleError(
+                f"{path} holds a LoRA adapter (adapter_config.json) and no config.json; expected a whole model",
+                hint="merge the adapter into its base model first",
+            )
+        if any(path.glob("*.gguf")):
+            raise IncompatibleError(
+                f"{path} holds GGUF files and no config.json; expected safetensors",
+                hint="convert it with transformers (gguf_file=...) and save_pretrained first",
+            )
+        raise IncompatibleError(f"{file} is missing", hint=_HINT_MODEL)
+    return _read_json_object(file)
+
+
+def _check_architecture(file: Path, raw: Mapping[str, Any]) -> str:
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise IncompatibleError(
+            f"{file}: architectures is {architectures!r}; expected a list with one of {_SUPPORTED_NAMES}",
+            hint=_HINT_MODEL,
+        )
+    architecture = architectures[0]
+    if raw.get("auto_map") is not None:
+        raise IncompatibleError(
+            f"{architecture}: {file} has auto_map, code that comes with the model (trust_remote_code); "
+            "pdctl runs none",
+            hint=f"use a model of a supported architecture: {_SUPPORTED_NAMES}",
+        )
+    if architecture not in SUPPORTED:
+        raise IncompatibleError(
+            f"{architecture}: not a decoder pdctl has verified; supported: {_SUPPORTED_NAMES}", hint=_HINT_MODEL
+        )
+    return architecture
+
+
+def _check_attention(file: Path, raw: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuses a K or V that depends on more than its token, those before it and its position, and weights
+    that pdctl cannot read."""
+
+    def refuse(what: str, why: str) -> IncompatibleError:
+        return IncompatibleError(f"{config.architecture}: {file} has {what}: {why}", hint=_HINT_MODEL)
+
+    if (quantization := raw.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise refuse(f"quantization_config ({method})", "pdctl serves weights of bfloat16, float16 or float32 only")
+
+    if config.architecture == "MistralForCausalLM":
+        # The class default, and so the meaning of an absent key, is 4096.
+        window = raw.get("sliding_window", 4096)
+        if window is not None and (not _is_int(window) or window < config.max_position_embeddings):
+            raise refuse(
+                f"sliding_window {window!r}, below max_position_embeddings {config.max_position_embeddings}",
+                "pdctl keeps and attends to the whole context",
+            )
+    elif raw.get("use_sliding_window"):
+        raise refuse("use_sliding_window true", "pdctl keeps and attends to the whole context, no sliding window")
+    layer_types = raw.get("layer_types") or []
+    for kind in layer_types if isinstance(layer_types, list) else [layer_types]:
+        # Mistral's window was judged above: one as long as the context is no window.
+        if kind != "full_attention" and config.architecture != "MistralForCausalLM":
+            raise refuse(f"layer_types {kind!r}", "only full_attention is verified")
+
+    for key in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "logit_softcapping",
+        "attn_logit_softcap",
+    ):
+        if raw.get(key) is not None:
+            raise refuse(f"{key} {raw[key]!r}", "soft-capping of logits is not verified")
+
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise refuse(f"{key} {rope!r}", "expected an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind in _LENGTH_DEPENDENT_ROPE_TYPES:
+            raise refuse(
+                f"{key} of type {kind}",
+                "its angles change with the length, so a cached K would be wrong in a longer context",
+            )
+        if kind not in _STATIC_ROPE_TYPES:
+            raise refuse(
+                f"{key} of type {kind!r}", f"not verified; supported: {', '.join(sorted(_STATIC_ROPE_TYPES))}"
+            )
+
+
+def _positive(file: Path, raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise IncompatibleError(f"{file}: {key} is missing; expected a positive integer", hint=_HINT_MODEL)
+        value = default
+    if not _is_int(value) or value <= 0:
+        raise IncompatibleError(f"{file}: {key} is {value!r}; expected a positive integer", hint=_HINT_MODEL)
+    return int(value)
+
+
+def _dtype(file: Path, raw: Mapping[str, Any]) -> str:
+    value = raw.get("dtype", raw.get("torch_dtype"))
+    if value is None:
+        return "float32"
+    dtype = value.removeprefix("torch.") if isinstance(value, str) else value
+    if dtype not in _DTYPES:
+        raise IncompatibleError(
+            f"{file}: dtype is {value!r}; expected one of {', '.join(sorted(_DTYPES))}", hint=_HINT_MODEL
+        )
+    return str(dtype)
+
+
+def _eos_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    file = path / "config.json"
+    value = raw.get("eos_token_id")
+    generation_file = path / "generation_config.json"
+    if _exists(generation_file):
+        generation = _read_json_object(generation_file)
+        if generation.get("eos_token_id") is not None:
+            file, value = generation_file, generation["eos_token_id"]
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(_is_int(token_id) for token_id in ids):
+        raise IncompatibleError(
+            f"{file}: eos_token_id is {value!r}; expected an integer or a list of them", hint=_HINT_MODEL
+        )
+    return tuple(dict.fromkeys(ids))
+
+
+def _bos_token_id(file: Path, raw: Mapping[str, Any]) -> int | None:
+    value = raw.get("bos_token_id")
+    if value is not None and not _is_int(value):
+        raise IncompatibleError(f"{file}: bos_token_id is {value!r}; expected an integer or null", hint=_HINT_MODEL)
+    return value
+
+
+def _check_tokenizer(path: Path) -> None:
+    if _exists(path / "tokenizer.json"):
+        _read_json_object(path / "tokenizer.json")
+    elif _exists(path / "tokenizer.model"):
+        _refuse_lfs_pointer(path / "tokenizer.model", _read_bytes(path / "tokenizer.model"))
+    else:
+        raise IncompatibleError(
+            f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model", hint=_HINT_MODEL
+        )
+
+
+def _check_weights(path: Path, config: ModelConfig) -> None:
+    """Checks that every weight file is whole and that together they hold the tensors config.json speaks of.
+
+    A tensor that is absent would be filled with random numbers by the loader, which only warns.
+    """
+    tied = bool(_read_json_object(path / "config.json").get("tie_word_embeddings", False))
+    shapes: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+    for name in _weight_files(path):
+        for tensor, (dtype, shape) in _read_tensors(path / name).items():
+            shapes[tensor] = (path / name, dtype, shape)
+    prefix = "model." if any(tensor.startswith("model.") for tensor in shapes) else ""
+    embedding = f"{prefix}embed_tokens.weight"
+    kv_rows = config.num_kv_heads * config.head_dim
+    expected = {embedding: (config.vocab_size, config.hidden_size)}
+    for layer in range(config.num_layers):
+        for projection in ("k_proj", "v_proj"):
+            expected[f"{prefix}layers.{layer}.self_attn.{projection}.weight"] = (kv_rows, config.hidden_size)
+    if not tied:
+        expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    for tensor, shape in expected.items():
+        if tensor not in shapes:
+            raise IncompatibleError(
+                f"{path}: no tensor {tensor} in the safetensors; config.json expects one of shape {shape}",
+                hint=_HINT_MODEL,
+            )
+        file, dtype, found = shapes[tensor]
+        if found != shape:
+            raise IncompatibleError(
+                f"{file}: {tensor} has shape {found}; config.json expects {shape}", hint=_HINT_MODEL
+            )
+        if dtype not in _STORED_DTYPES:
+            raise IncompatibleError(
+                f"{file}: {tensor} is stored as {dtype}; expected one of {', '.join(sorted(_STORED_DTYPES))}",
+                hint=_HINT_MODEL,
+            )
+
+
+def _weight_files(path: Path) -> tuple[str, ...]:
+    """Returns the names of the weight files as the loader picks them: one file, else what the index names."""
+    if _exists(path / WEIGHTS):
+        return (WEIGHTS,)
+    if shards := indexed_shards(path):
+        missing = [name for name in shards if not _exists(path / name)]
+        if missing:
+            raise IncompatibleError(
+                f"{path / missing[0]} is missing: {len(missing)} of the {len(shards)} shards named by "
+                f"{WEIGHTS_INDEX} are not there",
+                hint="download the model again",
+            )
+        return shards
+    pickles = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
+    if pickles:
+        raise IncompatibleError(
+            f"{pickles[0]} is a pickle, which can run code when loaded; expected {WEIGHTS} or {WEIGHTS_INDEX}",
+            hint="convert it: save_pretrained of transformers writes safetensors",
+        )
+    raise IncompatibleError(
+        f"{path} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX} is there",
+        hint="download the model again",
+    )
+
+
+def indexed_shards(path: Path) -> tuple[str, ...]:
+    """Returns the names of the weight files that the index names, there or not; () without an index.
+
+    Raises:
+        UsageError: the index cannot be read.
+        IncompatibleError: it is damaged, or names a file elsewhere.
+    """
+    file = path / WEIGHTS_INDEX
+    if not _exists(file):
+        return ()
+    weight_map = _read_json_object(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise IncompatibleError(
+            f"{file}: weight_map is {type(weight_map).__name__}; expected an object from tensor to shard",
+            hint="download the model again",
+        )
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or not PLAIN_NAME.fullmatch(shard):
+            raise IncompatibleError(
+                f"{file}: shard {shard!r} is not a file name in the same directory",
+                hint="download the model again",
+            )
+    return tuple(sorted(set(weight_map.values())))
+
+
+def _read_header(file: Path) -> tuple[int, bytes]:
+    """Returns the file's size in bytes and the header of a safetensors file.
+
+    0        8                8 + n                     size
+    | n: u64 | JSON, n bytes  | tensors, back to back   |
+    """
+    with opened(file) as stream:
+        size_bytes = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(max(8, len(_LFS_MARK)))
+        _refuse_lfs_pointer(file, prefix)
+        length = int.from_bytes(prefix[:8], "little")
+        if size_bytes < 8 or length > _MAX_HEADER_BYTES or 8 + length > size_bytes:
+            found = f"{size_bytes:,} bytes"
+            if size_bytes >= 8:
+                found = f"a header length of {length:,} bytes in a file of {found}"
+            raise IncompatibleError(
+                f"{file}: not a safetensors file, or cut short: found {found}; "
+                "expected 8 bytes of length and a header of that length",
+                hint="download the file again",
+            )
+        stream.seek(8)
+        return size_bytes, stream.read(length)
+
+
+def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape by tensor name; checks that the file holds exactly the bytes it announces."""
+    size_bytes, header = _read_header(file)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    spans: list[tuple[int, int, str]] = []
+    try:
+        raw = json.loads(header)
+        raw.pop("__metadata__", None)
+        for name, entry in raw.items():
+            tensors[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            start, end = map(int, entry["data_offsets"])
+            spans.append((start, end, name))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise IncompatibleError(
+            f"{file}: the safetensors header is damaged: {type(error).__name__}: {first_line(error)}",
+            hint="download the file again",
+        ) from error
+    at = 0
+    for start, end, name in sorted(spans):
+        dtype, shape = tensors[name]
+        item_bytes = _STORED_DTYPE_BYTES.get(dtype)
+        if start != at or end < start or (item_bytes and end - start != math.prod(shape) * item_bytes):
+            raise IncompatibleError(
+                f"{file}: tensor {name} ({dtype}, shape {shape}) has bytes {start} to {end}; "
+                f"expected them to start at {at} and to fit the shape",
+                hint="download the file again",
+            )
+        at = end
+    expected_bytes = 8 + len(header) + at
+    if size_bytes != expected_bytes:
+        raise IncompatibleError(
+            f"{file}: found {size_bytes:,} bytes, expected {expected_bytes:,}: "
+            + ("cut short" if size_bytes < expected_bytes else "too long"),
+            hint="download the file again",
+        )
+    return tensors
+
+
+def _refuse_lfs_pointer(file: Path, start: bytes) -> None:
+    if start.startswith(_LFS_MARK):
+        raise IncompatibleError(
+            f"{file} is a git-lfs pointer, a text that stands for the file; expected the file itself",
+            hint="git lfs pull",
+        )
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    data = _read_bytes(file)
+    _refuse_lfs_pointer(file, data)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise IncompatibleError(f"{file} is not JSON: {first_line(error)}", hint="download the file again") from error
+    if not isinstance(value, dict):
+        raise IncompatibleError(
+            f"{file} holds a JSON {type(value).__name__}; expected an object", hint="download the file again"
+        )
+    return value
+
+
+def _read_bytes(file: Path) -> bytes:
+    with opened(file) as stream:
+        return stream.read()
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[IO[bytes]]:
+    """Opens a regular file for reading; an OSError in the block is taken for one of reading it.
+
+    Raises:
+        UsageError: it is not a regular file, or cannot be read.
+    """
+    try:
+        # A FIFO would block for ever in open.
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise UsageError(f"{file} is not a regular file", hint=f"ls -l {file}")
+        with file.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> UsageError:
+    """Returns the error to raise for a path that could not be read."""
+    return UsageError(f"cannot read {path}: {error.strerror or error}", hint=f"ls -ld {path}")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns what an exception says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
