@@ -92,11 +92,14 @@ def environment(chosen: Numerics) -> dict[str, str]:
     """Environment variables that must stand before torch is loaded.
 
     MKL_CBWR holds matrix kernels to one instruction order; a passive wait keeps the idle threads of one daemon
-    from spinning on the cores of another (spinning halves prefill's speed).
+    from spinning on the cores of another (spinning halves prefill's speed). malloc keeps what a forward frees for
+    the next one: giving it back and faulting it in again costs prefill a fifth of its time.
     """
     return {
         "MKL_CBWR": f"{chosen.isa.upper()},STRICT",
         "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1)),
     }
