@@ -50,6 +50,6 @@ def bench(
         from pdctl.cli.bench_table import render
 
         stdout_console().print(render(result))
-        remark("Every request's prompt is new (no cached prefix). Medians, and the 99th percentile in brackets.")
+        remark("New prompts, nothing cached. Medians, 99th percentile in brackets.")
     if result.num_failed:
         raise PdctlError(f"{result.num_failed} requests failed: {result.first_error}", hint="pdctl logs")

@@ -19,7 +19,6 @@ def render(result: Result) -> Table:
     table = Table(
         title=f"{result.prompt_tokens} prompt tokens, {result.max_tokens} generated, greedy",
         title_justify="left",
-        pad_edge=False,
     )
     table.add_column("")
     for phase in result.phases:

@@ -30,13 +30,14 @@ def logs(
     state_dir: StateDirOption = None,
 ) -> None:
     """Show the logs of a cluster; they stay after `down`."""
-    from pdctl.core.cluster import logs_of
+    from pdctl.core.cluster import command, logs_of
 
     directory = logs_of(state_dir_of(state_dir), name)
     files = sorted(directory.glob(f"{process or '*'}.log")) if directory.is_dir() else []
     if not files:
         what = f"process {process!r} of cluster {name!r}" if process else f"cluster {name!r}"
-        raise NotFoundError(f"no logs of {what} in {directory}", hint="pdctl up")
+        others = process and any(directory.glob("*.log"))
+        raise NotFoundError(f"no logs of {what} in {directory}", hint=command("logs" if others else "up", name))
     width = max(len(file.stem) for file in files)
     lines: list[tuple[str, str, int, str]] = []
     for file in files:

@@ -83,6 +83,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
+    except OSError as error:
+        # A full disk, a file that may not be read: what is still buffered has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stderr.write(f"pdctl: {error}\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

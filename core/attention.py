@@ -5,9 +5,9 @@
 For one query: scores against each range of 128 keys (a matrix product of fixed width), the exact maximum over
 all, exponentials, the sum and the weighted values of each range by themselves, and then the ranges added first
 to last. Nothing in this depends on who else is in the batch, on the chunk or on the number of threads; ranges
-beyond the query add exact zeros. All in float32, whatever the KV's dtype.
+beyond the query add exact zeros. In float32, whatever the KV's dtype; the running sum over ranges in float64.
 
-Prefill chunks, decode steps and mixtures of both are one packed forward: tokens [1, T], cut into segments.
+Prefill chunks, decode steps and mixtures of both are one packed forward: tokens [1, T], cut into runs.
 
 This form gathers a row's blocks into contiguous memory before it multiplies.
 """

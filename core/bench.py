@@ -138,7 +138,7 @@ def run(url: str, workload: Workload, advance: Callable[[], None]) -> Result:
     _measure(client, prompts(1)[0], workload.max_tokens, errors)
     errors.clear()
     phases = []
-    for concurrency in dict.fromkeys((1, workload.concurrency)):
+    for concurrency in dict.fromkeys((1, min(workload.concurrency, workload.num_requests))):
         began = time.monotonic()
         with ThreadPoolExecutor(concurrency) as pool:
             samples: list[_Sample | None] = []

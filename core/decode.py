@@ -2,9 +2,9 @@
 
     step():  claim ready rows -> follow wishes -> make room -> forward -> commit KV, then tokens -> publish
 
-Rows join and leave between steps. A row's first step here runs its last prompt token (and up to
-`local_prefill_tokens` before it), whether it is new or was adopted from a dead daemon: what it needs is in
-the row. Called by daemon.py; samples through sampler.py.
+Rows join and leave between steps. A row's first step here runs its last committed token (of a new row: the last of
+the prompt, and up to `local_prefill_tokens` before it), whether it is new or was adopted from a dead daemon. Called by daemon.py;
+samples through sampler.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdctl.core.room import ask_younger, preempt_younger
 from pdctl.core.sampler import sample
 from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState
-from pdctl.transport.segment import Participant, Role, Segment
+from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
 
 _log = logging.getLogger("decode")
 # A row is left to a less loaded peer for so long.
@@ -61,7 +61,7 @@ class DecodeEngine:
         self._batch: list[_Active] = []
 
     def step(self) -> bool:
-        """Advance every row of the batch by one token (or one chunk of local prefill); False: no rows."""
+        """Advance every row of the batch by one token (or one chunk of local prefill); False: nothing could run."""
         self._claim_ready()
         self._follow_wishes()
         if not self._batch:
@@ -109,7 +109,7 @@ class DecodeEngine:
         mine = len(self._batch)
         return any(
             slot != self._me.slot
-            and self._segment.participant_word(slot, P.STATE) == 1
+            and self._segment.participant_word(slot, P.STATE) == ParticipantState.READY
             and self._segment.participant_word(slot, P.LOAD) < mine
             for slot in self._segment.slots(Role.DECODE)
         )

@@ -69,7 +69,7 @@ class RowEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RowStats:
-    """Where a request's time and tokens went. None: that phase did not happen (yet).
+    """Where a request's time and tokens went. None: that phase did not happen (yet), or more than once.
 
     Attributes:
         queue_ms: waiting, for a row and then for the first daemon.
@@ -80,7 +80,7 @@ class RowStats:
         cached_tokens, prefill_tokens, local_tokens: prompt tokens taken from the cache, computed by prefill
             daemons, and computed by decode daemons.
         adoptions, preemptions: how often it changed hands after a death, or lost its blocks. After either,
-            the times are those of the last passage.
+            only first_token_ms is a single time; the others are None.
     """
 
     queue_ms: float | None
@@ -291,11 +291,13 @@ class RowClient:
         waited = max(0, created - stream.request.received_ns)
         claimed = prefilling if prefilling else decoding
         since = queued if prefilling else ready
+        # Stamps are overwritten when a row changes hands: then no phase has one beginning and one end.
+        once = not rows.get(row, R.ADOPTIONS) and not rows.get(row, R.PREEMPTIONS)
         return RowStats(
-            queue_ms=round((waited + claimed - since) / 1e6, 3) if claimed else None,
-            prefill_ms=_span(prefilling, ready, 1e6),
-            handover_us=_span(ready, decoding, 1e3) if prefilling else None,
-            decode_ms=_span(decoding, finished, 1e6),
+            queue_ms=round((waited + claimed - since) / 1e6, 3) if claimed and once else None,
+            prefill_ms=_span(prefilling, ready, 1e6) if once else None,
+            handover_us=_span(ready, decoding, 1e3) if prefilling and once else None,
+            decode_ms=_span(decoding, finished, 1e6) if once else None,
             first_token_ms=_span(stream.request.received_ns, first, 1e6),
             cached_tokens=rows.get(row, R.CACHED_TOKENS),
             prefill_tokens=rows.get(row, R.PREFILLED_TOKENS),

@@ -193,7 +193,7 @@ class Supervisor:
 
     def _listen(self) -> socket.socket:
         host, port = self._spec.host, self._spec.port
-        hint = "pdctl up --port 0 (any free port)"
+        hint = f"{self._hint('up')} --port 0 (any free port)"
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, socket.SOCK_STREAM)

@@ -18,7 +18,7 @@
     +--------------------+
     | journal            |  intent + [journal_entries][2]           old values of the section under way
     +--------------------+
-    | ring               |  [ring_events][RING_WORDS]               the last moves, for people
+    | ring               |  [ring_events][RING_WORDS]               the last moves made in sections, for people
     +--------------------+ kv_offset, a multiple of 2 MiB
     | KV pages           |  [num_blocks][layers][2][kv_heads][block_tokens][head_dim]
     +--------------------+ total_bytes

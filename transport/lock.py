@@ -40,13 +40,12 @@ class Op(IntEnum):
     CLAIM = 4
     GROW = 5
     PUBLISH = 6
-    HAND_OVER = 7
-    FINISH = 8
-    PREEMPT = 9
-    CANCEL = 10
-    RECYCLE = 11
-    REAP = 12
-    CLOSE = 13
+    FINISH = 7
+    PREEMPT = 8
+    CANCEL = 9
+    RECYCLE = 10
+    REAP = 11
+    CLOSE = 12
 
 
 class Rollback(Exception):  # noqa: N818  (not an error)
@@ -54,7 +53,11 @@ class Rollback(Exception):  # noqa: N818  (not an error)
 
 
 class Section:
-    """The stores of one operation. `set` is the only way to change what the lock protects."""
+    """The stores of one operation. `set` is the only way to change what others rely on.
+
+    What nobody reads before a later `set` makes it reachable (a private block's tokens) and the ring, which is for
+    people, are stored plainly.
+    """
 
     __slots__ = ("_capacity", "_journal", "count", "words")
 
@@ -203,6 +206,8 @@ def repair(words: memoryview, layout: Layout) -> Op:
     op = words[H.INTENT_OP]
     if op == Op.NONE:
         return Op.NONE
+    if op not in set(Op):
+        raise CorruptSegmentError(f"intent: operation {op} found, expected one of 1 to {max(Op)}")
     count = words[H.INTENT_COUNT]
     if count > layout.geometry.journal_entries:
         raise CorruptSegmentError(

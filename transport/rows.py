@@ -31,6 +31,7 @@ from pdctl.transport.layout import (
     ROW_PARAM_WORDS,
     ROW_REQUEST_ID_WORDS,
     WORD,
+    B,
     H,
     Layout,
     R,
@@ -254,7 +255,7 @@ class Rows:
     # --- moving --------------------------------------------------------------------------------------------
 
     def _move(self, section: Section, row: int, to: RowState, actor: Actor) -> None:
-        """The one function that moves a row: checks the table, stamps, stores the state last."""
+        """A move inside a section: checks the table, stamps, notes it in the ring, stores the state last."""
         now = self.state(row)
         self._check_move(row, now, to, actor)
         at = time.monotonic_ns()
@@ -493,8 +494,6 @@ class Rows:
         section.set(base + _KV_LEN, pinned * g.block_tokens)
 
     def _pool_hash(self, block: int) -> int:
-        from pdctl.transport.layout import B
-
         return self._words[self._layout.block(block) + B.HASH]
 
     def _grow(self, section: Section, row: int, num_positions: int) -> bool:
@@ -578,7 +577,7 @@ class Rows:
         return number
 
     def hand_over(self, row: int) -> None:
-        """Prefill is done: one stamp and one store, and any decode daemon may take the row."""
+        """Prefill is done: stamps, then one store of the state, and any decode daemon may take the row."""
         self._uncharge(row)
         self._move_own(row, RowState.READY, Actor.PREFILL)
 
