@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
-from pdctl.transport.errors import NotFoundError
+from pdctl.transport.errors import NotFoundError, UsageError
 
 _POLL_S = 0.25
 
@@ -32,6 +32,8 @@ def logs(
     """Show the logs of a cluster; they stay after `down`."""
     from pdctl.core.cluster import command, logs_of
 
+    if process is not None and not process.replace("-", "").isalnum():
+        raise UsageError(f"process {process!r}: expected one of supervisor, router, zygote, prefill-0, decode-0, …")
     directory = logs_of(state_dir_of(state_dir), name)
     files = sorted(directory.glob(f"{process or '*'}.log")) if directory.is_dir() else []
     if not files:

@@ -162,11 +162,21 @@ class ClusterLock:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
+    def is_in_place(self) -> bool:
+        """Whether the file that we hold is still the one that others look at.
+
+        If the directory was removed under us, what stands there now is another supervisor's.
+        """
+        try:
+            return os.path.samestat(os.fstat(self._fd), self._path.lstat())
+        except OSError:
+            return False
+
     def release(self, *, remove: bool) -> None:
         """Let go; with `remove`, take the cluster's directory away first."""
         if self._fd < 0:
             return
-        if remove:
+        if remove and self.is_in_place():
             with contextlib.suppress(OSError):
                 self.forget_state()
                 # Last: from here on the next supervisor may make files of its own in there.
@@ -232,6 +242,10 @@ def read_state(state_dir: Path, name: str) -> ClusterState | None:
         values["spec"] = ClusterSpec.from_json(json.dumps(values["spec"]))
         state = ClusterState(**values)
         _ = state.segment_name
+        texts = (state.phase, state.segment, state.url)
+        numbers = (state.supervisor_pid, state.supervisor_start_time, state.started_unix_ns)
+        if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
+            return None
         return state if state.name == name else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, PdctlError):
         return None

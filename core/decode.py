@@ -3,8 +3,8 @@
     step():  claim ready rows -> follow wishes -> make room -> forward -> commit KV, then tokens -> publish
 
 Rows join and leave between steps. A row's first step here runs its last committed token (of a new row: the last of
-the prompt, and up to `local_prefill_tokens` before it), whether it is new or was adopted from a dead daemon. Called by daemon.py;
-samples through sampler.py.
+the prompt, and up to `local_prefill_tokens` before it), whether it is new or was adopted from a dead daemon. Called
+by daemon.py; samples through sampler.py.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ from pdctl.core.process import (
     set_process_name,
 )
 from pdctl.transport.doorbell import Bell
-from pdctl.transport.errors import AlreadyRunningError, PdctlError, UsageError
+from pdctl.transport.errors import AlreadyRunningError, DeadlineError, PdctlError, UsageError
 from pdctl.transport.layout import P
 from pdctl.transport.mapping import unlink_if_orphaned
 from pdctl.transport.names import cluster_dir, log_dir, new_segment_name
@@ -92,6 +92,16 @@ class _Child:
     popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Dead:
+    """A participant that is proven dead, until its rows are taken."""
+
+    name: str
+    slot: int
+    incarnation: int
+    cause: str
+
+
 class Supervisor:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
@@ -104,6 +114,7 @@ class Supervisor:
         for end in (self._wakeup, writer):
             end.setblocking(False)
         self._wakeup_writer = writer
+        self._dead: list[_Dead] = []
         self._announced = False
         self._wire: socket.socket | None = None
         self._loaded = False
@@ -221,7 +232,11 @@ class Supervisor:
             for key, _ in self._selector.select(self._pause()):
                 if not self._stopping:
                     key.data()
-            sweep(self._segment)
+            self._recover()
+            if not self._lock.is_in_place():
+                # Nobody could find us any more, and a second cluster of our name may start.
+                _log.error("the directory %s was removed: going down", self._directory)
+                self._stopping = True
         if not self._announced:
             message = f"cluster {self._spec.name!r}: taken down while it was starting"
             emit(event="error", message=message, hint=None, exit_code=1)
@@ -371,14 +386,27 @@ class Supervisor:
         _log.warning("%s", cause)
         if slot is not None:
             incarnation = self._segment.participant_word(slot, P.INCARNATION)
-            reaped = reap(self._segment, slot, incarnation, f"{cause}; {self._hint(f'logs {child.name}')}")
-            _log.info("%s: slot %d reaped, rows to adopt %s", child.name, slot, list(reaped.adoptable))
-            if reaped.failed:
-                _log.error("%s: rows %s failed after repeated deaths", child.name, list(reaped.failed))
-            for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
-                for other in self._segment.slots(role):
-                    self._bell.ring(other)
+            said = f"{cause}; {self._hint(f'logs {child.name}')}"
+            self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said))
+            self._recover()
         self._plan_restart(child, cause, status)
+
+    def _recover(self) -> None:
+        """Take the rows of the dead. While the lock does not come free, look again at the next tick."""
+        try:
+            while self._dead:
+                dead = self._dead[0]
+                reaped = reap(self._segment, dead.slot, dead.incarnation, dead.cause)
+                self._dead.pop(0)
+                _log.info("%s: slot %d reaped, rows to adopt %s", dead.name, dead.slot, list(reaped.adoptable))
+                if reaped.failed:
+                    _log.error("%s: rows %s failed after repeated deaths", dead.name, list(reaped.failed))
+                for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
+                    for other in self._segment.slots(role):
+                        self._bell.ring(other)
+            sweep(self._segment)
+        except DeadlineError as error:
+            _log.error("recovery waits: %s", error.message)
 
     def _plan_restart(self, child: _Child, cause: str, status: int) -> None:
         lived = time.monotonic() - child.started
@@ -404,7 +432,8 @@ class Supervisor:
     def _close(self) -> None:
         """Stop all processes, then remove the segment and every file. Whatever fails, the rest is done."""
         with contextlib.suppress(OSError):
-            write_state(replace(self._state, phase="stopping"))
+            if self._lock.is_in_place():
+                write_state(replace(self._state, phase="stopping"))
         self._segment.mark_closed()
         self._listener.close()
         living = [child for child in self._children() if child.handle is not None]
@@ -425,7 +454,8 @@ class Supervisor:
                 _collect(child)
         _end_children()
         with contextlib.suppress(OSError):
-            self._bell.close()
+            if self._lock.is_in_place():
+                self._bell.close()
         unlink_after(self._segment)
 
 

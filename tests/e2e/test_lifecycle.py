@@ -6,6 +6,7 @@ Tests of one running cluster share it; each leaves it serving.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -541,6 +542,28 @@ def test_the_same_name_in_another_state_directory_is_another_cluster(shared: Any
         assert result.code == code, result
         assert "crashed" not in result.err
     assert len(segments_of(shared.name)) == 1
+
+
+def test_a_lock_that_does_not_come_free_delays_recovery_and_ends_nothing(shared: Any) -> None:
+    pids = processes(shared)
+    with shared.state.segment_name.path.open("rb") as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        os.kill(pids["pdctl-prefill-0"], signal.SIGKILL)
+        # Longer than anybody waits for the lock.
+        wait_for(lambda: "recovery waits" in shared.cli("logs", "supervisor").out, "the supervisor's complaint")
+        assert is_alive(pids["pdctl-supervisor"])
+    wait_for(lambda: shared.cli("status").code == 0, "recovery")
+    assert_serves(shared)
+
+
+def test_without_its_directory_a_cluster_goes_down(start: Any, tiny_dir: Path) -> None:
+    """Nobody could find it any more: it must not stay as an orphan, nor take a successor's files along."""
+    cluster = start(*options(tiny_dir))
+    pids = processes(cluster)
+    shutil.rmtree(cluster.state_dir / cluster.name)
+    wait_for(lambda: not is_alive(pids["pdctl-supervisor"]), "its end")
+    assert_gone(pids)
+    assert_clean(cluster)
 
 
 def test_after_a_crash_of_everything(shared: Any, tiny_dir: Path) -> None:

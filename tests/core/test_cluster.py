@@ -1,0 +1,67 @@
+"""The state file is read as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdctl.core.cluster import ClusterState, private_directory, read_state, write_state
+from pdctl.core.config import ClusterSpec
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> ClusterState:
+    spec = ClusterSpec(
+        name="one",
+        state_dir=tmp_path,
+        model_path=tmp_path,
+        model_name="tiny",
+        fingerprint=1,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=16,
+        eos_token_ids=(2,),
+    )
+    private_directory(tmp_path / "one")
+    made = ClusterState(
+        name="one",
+        phase="running",
+        supervisor_pid=7,
+        supervisor_start_time=8,
+        segment="pdctl-0-one-0123456789ab",
+        url="http://127.0.0.1:8000",
+        started_unix_ns=9,
+        spec=spec,
+    )
+    write_state(made)
+    return made
+
+
+def test_what_was_written_is_read(state: ClusterState) -> None:
+    assert read_state(state.spec.state_dir, "one") == state
+    assert (state.spec.state_dir / "one" / "state.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("url", 5),
+        ("phase", None),
+        ("started_unix_ns", "x"),
+        ("supervisor_pid", 1.5),
+        ("supervisor_pid", True),
+        ("segment", "../x"),
+        ("name", "other"),
+        ("schema", 2),
+        ("spec", {}),
+        ("more", 1),
+    ],
+)
+def test_a_field_of_another_kind_is_no_state(state: ClusterState, field: str, value: object) -> None:
+    path = state.spec.state_dir / "one" / "state.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, field: value}))
+    assert read_state(state.spec.state_dir, "one") is None
