@@ -12,6 +12,7 @@ import typer
 
 from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
 from pdctl.transport.errors import NotFoundError, UsageError
+from pdctl.transport.names import log_dir
 
 _POLL_S = 0.25
 
@@ -30,11 +31,11 @@ def logs(
     state_dir: StateDirOption = None,
 ) -> None:
     """Show the logs of a cluster; they stay after `down`."""
-    from pdctl.core.cluster import command, logs_of
+    from pdctl.core.cluster import command
 
     if process is not None and not process.replace("-", "").isalnum():
         raise UsageError(f"process {process!r}: expected one of supervisor, router, zygote, prefill-0, decode-0, …")
-    directory = logs_of(state_dir_of(state_dir), name)
+    directory = log_dir(state_dir_of(state_dir), name)
     files = sorted(directory.glob(f"{process or '*'}.log")) if directory.is_dir() else []
     if not files:
         what = f"process {process!r} of cluster {name!r}" if process else f"cluster {name!r}"

@@ -150,11 +150,13 @@ def _spec(
         raise UsageError(f"--threads {threads}: expected 1 to 1024")
     threads_prefill, threads_decode = config.default_threads(threads)
 
+    weights = fingerprint(resolved.path)
+
     def build(num_blocks: int) -> ClusterSpec:
         return config.ClusterSpec(
             model_path=resolved.path,
             model_name=resolved.name,
-            fingerprint=fingerprint(resolved.path),
+            fingerprint=weights,
             num_layers=of_model.num_layers,
             num_kv_heads=of_model.num_kv_heads,
             head_dim=of_model.head_dim,

@@ -37,7 +37,6 @@ from pdctl.transport.names import (
     SegmentName,
     check_cluster,
     cluster_dir,
-    log_dir,
     parse_segment_name,
     segments_of,
 )
@@ -354,7 +353,3 @@ def tidy(state_dir: Path, name: str) -> list[SegmentName] | None:
         return remove_stale(name)
     finally:
         lock.release(remove=True)
-
-
-def logs_of(state_dir: Path, name: str) -> Path:
-    return log_dir(state_dir, name)

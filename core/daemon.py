@@ -48,12 +48,12 @@ class Daemon:
         torch.set_num_threads(spec.threads_prefill if role is Role.PREFILL else spec.threads_decode)
         if role is Role.PREFILL:
             os.nice(_PREFILL_NICENESS)
-        # Room is checked before rows are touched: an incompatible daemon never attaches.
+        # Checked before a slot is taken: an incompatible daemon never attaches.
         self._segment = Segment.open(segment_name, expected=spec.expected)
         self._me = self._segment.attach(role)
         self._bell = Bell(cluster_dir(spec.state_dir, spec.name), self._me.slot)
         self._me.put(P.THREADS, torch.get_num_threads())
-        self._pages = _map_pages(self._segment)
+        self._pages = map_pages(self._segment)
         self._model = model
         model.use_pages(self._pages)
         engine = PrefillEngine if role is Role.PREFILL else DecodeEngine
@@ -114,10 +114,10 @@ class Daemon:
             time.sleep(0)
 
 
-def _map_pages(segment: Segment) -> torch.Tensor:
+def map_pages(segment: Segment) -> torch.Tensor:
     """The KV pages, not copied: [num_blocks, layers, 2, kv_heads, block_tokens, head_dim]."""
     g = segment.geometry
-    dtype = torch.float32 if g.dtype.label == "float32" else torch.bfloat16
+    dtype = getattr(torch, g.dtype.label)
     shape = (g.num_blocks, g.num_layers, 2, g.num_kv_heads, g.block_tokens, g.head_dim)
     count = g.kv_bytes // g.dtype.num_bytes
     flat = torch.frombuffer(segment.mapping.memory, dtype=dtype, count=count, offset=int(segment.words[H.KV_OFFSET]))

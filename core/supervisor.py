@@ -193,7 +193,7 @@ class Supervisor:
             write_private(spec_path(spec.state_dir, spec.name), spec.to_json())
             write_state(self._state)
         except BaseException:
-            unlink_after(self._segment)
+            self._remove_segment()
             raise
         emit(
             event="stage",
@@ -456,24 +456,18 @@ class Supervisor:
         with contextlib.suppress(OSError):
             if self._lock.is_in_place():
                 self._bell.close()
-        unlink_after(self._segment)
+        self._remove_segment()
 
-
-def unlink_after(segment: Segment) -> None:
-    """Give up our own place and remove the segment's name once nobody holds a place."""
-    path = segment.mapping.path
-    segment.close()
-    if path is None:
-        return
-    from pdctl.transport.names import parse_segment_name
-
-    name = parse_segment_name(path.name)
-    deadline = time.monotonic() + _KILL_GRACE_S
-    while name is not None and not unlink_if_orphaned(name):
-        if time.monotonic() > deadline:
-            _log.error("segment %s: still held by another process", name)
-            return
-        time.sleep(0.01)
+    def _remove_segment(self) -> None:
+        """Give up our own place and remove the segment's name once nobody holds a place."""
+        self._segment.close()
+        name = self._state.segment_name
+        deadline = time.monotonic() + _KILL_GRACE_S
+        while not unlink_if_orphaned(name):
+            if time.monotonic() > deadline:
+                _log.error("segment %s: still held by another process", name)
+                return
+            time.sleep(0.01)
 
 
 def _end_children() -> None:

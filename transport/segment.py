@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdctl.transport import mapping as _mapping
 from pdctl.transport.errors import CapacityError, IncompatibleError, NotFoundError
-from pdctl.transport.layout import PARTICIPANT_WORDS, WORD, DType, Geometry, H, Layout, P, SegmentState
+from pdctl.transport.layout import PARTICIPANT_WORDS, DType, Geometry, H, Layout, P, SegmentState
 from pdctl.transport.lock import MutationLock, Op
 from pdctl.transport.mapping import Mapping
 from pdctl.transport.names import SegmentName
@@ -134,13 +134,12 @@ class Segment:
         words = self.words
         if words[H.STATE] != SegmentState.OPEN:
             raise NotFoundError("segment is closed", hint="pdctl up")
-        for name, number in (("PID", H.PID_NAMESPACE),):
-            here = Path("/proc/self/ns/pid").stat().st_ino
-            if words[number] != here:
-                raise IncompatibleError(
-                    f"segment: made in {name} namespace {words[number]}, this process is in {here}",
-                    hint="run pdctl where the cluster runs",
-                )
+        here = Path("/proc/self/ns/pid").stat().st_ino
+        if words[H.PID_NAMESPACE] != here:
+            raise IncompatibleError(
+                f"segment: made in PID namespace {words[H.PID_NAMESPACE]}, this process is in {here}",
+                hint="run pdctl where the cluster runs",
+            )
         if expected is None:
             return
         found: dict[str, int | str] = {
@@ -273,8 +272,3 @@ def process_start_time(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
         return int(stat.rsplit(")", 1)[1].split()[19])
     return None
-
-
-def meta_bytes(geometry: Geometry) -> int:
-    """Bytes of a segment that are not KV."""
-    return Layout(geometry).meta_words * WORD

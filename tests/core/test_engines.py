@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdctl.core.config import ClusterSpec
-from pdctl.core.daemon import _map_pages, numerics_hold
+from pdctl.core.daemon import map_pages, numerics_hold
 from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model, load
 from pdctl.core.numerics import numerics
@@ -58,7 +58,7 @@ class Cluster:
         self.segment = Segment.anonymous(self.spec.geometry)
         self.model = model
         self.router = self.segment.attach(Role.ROUTER)
-        pages = _map_pages(self.segment)
+        pages = map_pages(self.segment)
         # Pages of a pool in use are never clean: what they hold must not matter.
         pages.fill_(float("nan"))
         model.use_pages(pages)

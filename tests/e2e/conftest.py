@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -128,15 +127,6 @@ def alive_of(directory: Path) -> list[str]:
             if f"{directory}/" in command and "pdctl.core" in command and state != "Z":
                 found.append(f"{entry.name} {command}")
     return found
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "condition") -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
-    raise AssertionError(f"{what}: not in {timeout_s} s")
 
 
 Starter = Callable[..., Cluster]

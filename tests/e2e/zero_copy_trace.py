@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pdctl.core import attention
 from pdctl.core.config import ClusterSpec
-from pdctl.core.daemon import _map_pages
+from pdctl.core.daemon import map_pages
 from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import load
 from pdctl.core.numerics import numerics
@@ -71,7 +71,7 @@ def main(side: str, spec_path: str, segment_name: str) -> None:
     assert name is not None
     segment = Segment.open(name, expected=spec.expected)
     me = segment.attach(Role.PREFILL if side == "prefill" else Role.DECODE)
-    pages = _map_pages(segment)
+    pages = map_pages(segment)
     # Warm: the first forward loads kernels, the first use of the profiler its own library.
     model.use_pages(torch.zeros((4, *pages.shape[1:]), dtype=pages.dtype))
     for _ in range(2):
