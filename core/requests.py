@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdctl.core.detokenizer import StopChecker
+from pdctl.core.wake import Wake
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError
 from pdctl.transport.layout import R
@@ -73,13 +74,13 @@ class RowStats:
 
     Attributes:
         queue_ms: waiting, for a row and then for the first daemon.
-        prefill_ms: from a prefill daemon's claim to READY.
+        prefill_ms: from a prefill daemon's first claim to READY, chunks of other rows in between included.
         handover_us: from READY after prefill to a decode daemon's claim.
         decode_ms: from that claim to the end.
         first_token_ms: from the request's arrival to its first token.
         cached_tokens, prefill_tokens, local_tokens: prompt tokens taken from the cache, computed by prefill
             daemons, and computed by decode daemons.
-        adoptions, preemptions: how often it changed hands after a death, or lost its blocks. After either,
+        adoptions, preemptions: how often another daemon went on with it, or it lost its blocks. After either,
             only first_token_ms is a single time; the others are None.
     """
 
@@ -166,6 +167,7 @@ class RowClient:
         self._rows = segment.rows
         self._me = me
         self._bell = bell
+        self._wake = Wake(segment, me.slot, bell)
         self._local_prefill_tokens = local_prefill_tokens
         self._queue_limit = queue_limit
         self._live: dict[int, RowStream] = {}
@@ -258,9 +260,9 @@ class RowClient:
             self._num_waiting -= 1
         state = self._rows.state(claim.row)
         if state is RowState.QUEUED:
-            self._ring(Role.PREFILL)
+            self._wake.for_work(Role.PREFILL)
         elif state is RowState.READY:
-            self._ring(Role.DECODE)
+            self._wake.for_work(Role.DECODE)
         return stream
 
     def cancel(self, stream: RowStream) -> None:
@@ -278,27 +280,26 @@ class RowClient:
         state = self._rows.state(row)
         if state in _TERMINAL:
             self._let_go(stream)
+            self._wake.for_room()
         elif state in OWNED:
-            self._bell.ring(self._rows.get(row, R.OWNER) - 1)
+            self._wake.owner(row)
 
     def read_stats(self, stream: RowStream) -> RowStats:
         """The row's stamps and counts; only while the row is this stream's."""
         rows, row = self._rows, stream.row
-        created, queued = rows.get(row, R.T_CREATED), rows.get(row, R.T_QUEUED)
+        received = stream.request.received_ns
         prefilling, ready = rows.get(row, R.T_PREFILLING), rows.get(row, R.T_READY)
         decoding, first = rows.get(row, R.T_DECODING), rows.get(row, R.T_FIRST_TOKEN)
         finished = rows.get(row, R.T_FINISHED) or time.monotonic_ns()
-        waited = max(0, created - stream.request.received_ns)
         claimed = prefilling if prefilling else decoding
-        since = queued if prefilling else ready
         # Stamps are overwritten when a row changes hands: then no phase has one beginning and one end.
         once = not rows.get(row, R.ADOPTIONS) and not rows.get(row, R.PREEMPTIONS)
         return RowStats(
-            queue_ms=round((waited + claimed - since) / 1e6, 3) if claimed and once else None,
+            queue_ms=_span(received, claimed, 1e6) if once else None,
             prefill_ms=_span(prefilling, ready, 1e6) if once else None,
             handover_us=_span(ready, decoding, 1e3) if prefilling and once else None,
             decode_ms=_span(decoding, finished, 1e6) if once else None,
-            first_token_ms=_span(stream.request.received_ns, first, 1e6),
+            first_token_ms=_span(received, first, 1e6),
             cached_tokens=rows.get(row, R.CACHED_TOKENS),
             prefill_tokens=rows.get(row, R.PREFILLED_TOKENS),
             local_tokens=rows.get(row, R.LOCAL_TOKENS),
@@ -362,10 +363,6 @@ class RowClient:
     def _drop(self, stream: RowStream) -> None:
         del self._live[stream.row]
         self._freed.set()
-
-    def _ring(self, role: Role) -> None:
-        for slot in self.segment.slots(role):
-            self._bell.ring(slot)
 
 
 def _span(start_ns: int, stop_ns: int, unit: float) -> float | None:

@@ -138,6 +138,7 @@ class P(IntEnum):
     BIT_EXACT = 9
     READY_NS = 10
     ATTACHED_NS = 11
+    WANTS_ROOM = 12  # order + 1 of a row that blocks are wanted for: ring when some come free
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17

@@ -88,16 +88,26 @@ class Pool:
         start = self._layout.block_tokens + block * self.block_tokens
         return self._words[start : start + self.block_tokens].tolist()
 
-    def match(self, tokens: Sequence[int], limit_blocks: int) -> list[BlockRef]:
+    def chain_hashes(self, tokens: Sequence[int]) -> list[int]:
+        """Chain hashes of the full blocks of `tokens`: equal up to where two sequences have the same blocks."""
+        size, hashes, hash_ = self.block_tokens, [], self.hash_seed()
+        for start in range(0, len(tokens) - size + 1, size):
+            hashes.append(hash_ := chain_hash(hash_, tokens[start : start + size]))
+        return hashes
+
+    def match(
+        self, tokens: Sequence[int], limit_blocks: int, after: tuple[BlockRef, int] | None = None
+    ) -> list[BlockRef]:
         """The published blocks that hold the beginning of `tokens`, longest run from the start.
 
         Takes no lock: `pin` decides whether each is still what it was.
 
         Args:
             limit_blocks: at most so many; a row never shares the block of its position N-1.
+            after: the block that `tokens` follow, and its chain hash; None: they begin a sequence.
         """
         found: list[BlockRef] = []
-        parent, parent_hash = None, self.hash_seed()
+        parent, parent_hash = after or (None, self.hash_seed())
         for index in range(limit_blocks):
             part = tokens[index * self.block_tokens : (index + 1) * self.block_tokens]
             parent_hash = chain_hash(parent_hash, part)

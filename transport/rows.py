@@ -1,8 +1,9 @@
 """Rows: one request each, from its tokens to its last stamp, and every move a row can make.
 
     FREE -> FILLING -> QUEUED -> PREFILLING -> READY -> DECODING -> FINISHED -> FREE
-            FILLING -> READY                 nothing, or little, is left to prefill
+            FILLING -> READY, QUEUED -> READY        nothing, or little, is left to prefill
             READY -> QUEUED, DECODING -> QUEUED      preempted for want of blocks (tokens kept, KV recomputed)
+            PREFILLING -> QUEUED                     other rows go first (tokens and blocks kept)
             PREFILLING -> QUEUED, DECODING -> READY  owner dead or drained (tokens and blocks kept)
             ... -> CANCELLED / FAILED -> FREE
 
@@ -88,6 +89,7 @@ TRANSITIONS: dict[tuple[RowState, RowState], frozenset[Actor]] = {
     (_S.FILLING, _S.READY): frozenset({Actor.ROUTER}),
     (_S.FILLING, _S.FREE): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
     (_S.QUEUED, _S.PREFILLING): frozenset({Actor.PREFILL}),
+    (_S.QUEUED, _S.READY): frozenset({Actor.PREFILL}),
     (_S.QUEUED, _S.CANCELLED): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
     (_S.QUEUED, _S.FAILED): frozenset({Actor.SUPERVISOR}),
     (_S.PREFILLING, _S.READY): frozenset({Actor.PREFILL}),
@@ -117,6 +119,8 @@ _STAMP = {
     RowState.CANCELLED: R.T_FINISHED,
     RowState.FAILED: R.T_FINISHED,
 }
+# Between chunks a row may go back into the queue and be claimed again: its waiting ends with the first claim.
+_FIRST_ENTRY = frozenset({R.T_QUEUED, R.T_PREFILLING})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +137,20 @@ class RowParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A row that is now ours. `generation` tells this request from the row's earlier ones."""
+    """A row that is now ours.
+
+    Attributes:
+        generation: tells this request from the row's earlier ones.
+        num_tokens: committed ones.
+        kv_len: positions whose KV is there; below num_tokens.
+        cached_tokens: so many of them came from the prefix cache with this claim.
+    """
 
     row: int
     generation: int
     num_tokens: int
     kv_len: int
+    cached_tokens: int = 0
 
 
 def float_to_word(value: float) -> int:
@@ -261,7 +273,8 @@ class Rows:
         at = time.monotonic_ns()
         base = self._layout.row(row)
         section.set(base + R.T_STATE, at)
-        if (stamp := _STAMP.get(to)) is not None:
+        stamp = _STAMP.get(to)
+        if stamp is not None and (stamp not in _FIRST_ENTRY or not self._words[base + stamp]):
             section.set(base + stamp, at)
         ring = self._words[H.RING_HEAD]
         event = self._layout.ring + ring % self._layout.geometry.ring_events * 8
@@ -276,7 +289,9 @@ class Rows:
         self._check_move(row, self.state(row), to, actor)
         words, base = self._words, self._layout.row(row)
         words[base + R.T_STATE] = at = time.monotonic_ns()
-        words[base + _STAMP[to]] = at
+        stamp = _STAMP[to]
+        if stamp not in _FIRST_ENTRY or not words[base + stamp]:
+            words[base + stamp] = at
         words[self._layout.row_states + row] = to  # SYNC: row-state
 
     @staticmethod
@@ -350,6 +365,7 @@ class Rows:
         for name, value in fields.items():
             words[base + name] = value
         cached = len(self._pool.match(tokens, (len(tokens) - 1) // g.block_tokens)) * g.block_tokens
+        words[base + R.CACHED_TOKENS] = cached  # a forecast, until the first claim
         direct = len(tokens) - 1 - cached <= local_prefill_tokens
         self._move_own(row, RowState.READY if direct else RowState.QUEUED, Actor.ROUTER)
         return Claim(row=row, generation=generation, num_tokens=len(tokens), kv_len=0)
@@ -414,52 +430,53 @@ class Rows:
     ) -> Claim | None:
         """Make a row ours, with all blocks that it needs, or change nothing.
 
-        Its cached prefix is looked up without the lock, then checked again and pinned inside it. A row taken
-        over with blocks keeps them. A decode daemon that finds too much uncached sends the row to prefill.
+        What of it is cached is looked up without the lock, then checked again and pinned inside it. A row taken
+        over with blocks keeps them, and gains what others have published since. Who may compute little and who
+        much is settled here too: a decode daemon that finds too much uncached sends the row to prefill, a prefill
+        daemon that finds little left sends it to decode, each with `None` for an answer.
 
         Args:
             me: a prefill daemon claims QUEUED rows, a decode daemon READY ones.
             alone: whether this row would be the only one we work on. Rows whose last owner died before
                 its first commit are claimed in no other way.
-            local_prefill_tokens: what a decode daemon may prefill itself; None: any number (an own prefill).
+            local_prefill_tokens: what a decode daemon may prefill itself; None: nothing is sent on.
 
         Returns:
-            None: another was faster, the room is short, or the row must be claimed alone.
+            None: another was faster, the room is short, the row must be claimed alone, or it was sent on.
         """
-        words, base, g = self._words, self._layout.row(row), self._layout.geometry
+        words, base = self._words, self._layout.row(row)
         from_state, to_state, actor = me.claims
         generation = words[base + R.GENERATION]
         if words[base + _ATTEMPTS] and not alone:
             return None
         num_tokens = self.count_tokens(row)
-        fresh = words[base + R.NUM_BLOCKS] == 0
-        matched: list[BlockRef] = []
-        if fresh:
-            matched = self._pool.match(self.tokens(row, 0, num_tokens), (num_tokens - 1) // g.block_tokens)
+        held = words[base + R.NUM_BLOCKS], words[base + R.NUM_PUBLISHED]
+        matched = self._match(row, num_tokens)
         claimed: Claim | None = None
         with self._lock.section(Op.CLAIM, row) as section:
             if self.state(row) != from_state or words[base + R.GENERATION] != generation:
                 raise Rollback
-            # Another may have had it in between: with blocks that a fresh table would lose, or a token further.
-            if (words[base + R.NUM_BLOCKS] == 0) != fresh or self.count_tokens(row) != num_tokens:
+            # Another may have had it in between: with blocks that the match did not know, or a token further.
+            now_held = words[base + R.NUM_BLOCKS], words[base + R.NUM_PUBLISHED]
+            if now_held != held or self.count_tokens(row) != num_tokens:
                 raise Rollback
             if words[base + _ATTEMPTS] and not alone:
                 raise Rollback
-            if fresh:
-                self._pin_prefix(section, row, matched)
-                uncached = num_tokens - 1 - words[base + _KV_LEN]
-                if local_prefill_tokens is not None and uncached > local_prefill_tokens:
-                    self._release_blocks(section, row)
-                    self._move(section, row, RowState.QUEUED, actor)
-                    return None
-                if num_tokens == words[base + R.NUM_PROMPT]:
-                    cached = words[base + _KV_LEN]
-                    section.set(base + R.CACHED_TOKENS, cached)
-                    section.add(H.CACHED_TOKENS, cached)
-                    section.add(H.PROMPT_TOKENS, num_tokens)
+            cached = self._pin_matched(section, row, matched)
+            uncached = num_tokens - 1 - words[base + _KV_LEN]
+            little = local_prefill_tokens is not None and uncached <= local_prefill_tokens
+            fresh = held[0] == 0
+            if actor is Actor.DECODE and fresh and local_prefill_tokens is not None and not little:
+                self._release_blocks(section, row)
+                self._move(section, row, RowState.QUEUED, actor)
+                return None
+            self._count_prompt(section, row, num_tokens, cached, fresh)
             # Through position num_tokens: the last known token's KV, and the next token's.
             if not self._grow(section, row, min(num_tokens + 1, words[base + R.LIMIT_TOKENS])):
                 raise Rollback
+            if actor is Actor.PREFILL and little:
+                self._move(section, row, RowState.READY, actor)
+                return None
             section.set(base + R.OWNER, me.slot + 1)
             section.set(base + R.OWNER_INCARNATION, me.incarnation)
             section.add(base + _ATTEMPTS, 1)
@@ -473,25 +490,57 @@ class Rows:
                 generation=generation,
                 num_tokens=num_tokens,
                 kv_len=min(words[base + _KV_LEN], num_tokens - 1),
+                cached_tokens=cached,
             )
-        if claimed is not None:
+        if claimed is not None and actor is Actor.DECODE:
             # The stamp of a claim is when it was over: hand-over times include the whole section.
-            words[base + _STAMP[to_state]] = time.monotonic_ns()
+            words[base + R.T_DECODING] = time.monotonic_ns()
         return claimed
 
-    def _pin_prefix(self, section: Section, row: int, matched: list[BlockRef]) -> None:
-        base, g = self._layout.row(row), self._layout.geometry
-        table, pinned, last_hash = base + self._layout.row_blocks, 0, 0
+    def _match(self, row: int, num_tokens: int) -> list[BlockRef]:
+        """Cached blocks that follow those the row has published itself, as far as its KV is not there yet."""
+        words, base, size = self._words, self._layout.row(row), self._layout.geometry.block_tokens
+        first, limit = words[base + R.NUM_PUBLISHED], (num_tokens - 1) // size
+        if limit <= words[base + _KV_LEN] // size or limit <= first:
+            return []
+        after = None
+        if first:
+            block = words[base + self._layout.row_blocks + first - 1]
+            after = BlockRef(block, self._pool.generation(block)), words[base + R.LAST_HASH]
+        return self._pool.match(self.tokens(row, first * size, num_tokens), limit - first, after)
+
+    def _pin_matched(self, section: Section, row: int, matched: list[BlockRef]) -> int:
+        """Put cached blocks into the table, in place of private ones that are not computed; returns tokens won."""
+        words, base, size = self._words, self._layout.row(row), self._layout.geometry.block_tokens
+        table, first = base + self._layout.row_blocks, words[base + R.NUM_PUBLISHED]
+        place = first
         for ref in matched:
             if not self._pool.pin(section, ref):
                 break
-            section.set(table + pinned, ref.block)
-            last_hash = self._pool_hash(ref.block)
-            pinned += 1
-        section.set(base + R.NUM_BLOCKS, pinned)
-        section.set(base + R.NUM_PUBLISHED, pinned)
-        section.set(base + R.LAST_HASH, last_hash)
-        section.set(base + _KV_LEN, pinned * g.block_tokens)
+            if place < words[base + R.NUM_BLOCKS]:
+                self._pool.release(section, words[table + place])
+            section.set(table + place, ref.block)
+            place += 1
+        if place == first:
+            return 0
+        won = place * size - words[base + _KV_LEN]
+        section.set(base + R.NUM_BLOCKS, max(place, words[base + R.NUM_BLOCKS]))
+        section.set(base + R.NUM_PUBLISHED, place)
+        section.set(base + R.LAST_HASH, self._pool_hash(words[table + place - 1]))
+        section.set(base + _KV_LEN, max(words[base + _KV_LEN], place * size))
+        return max(0, won)
+
+    def _count_prompt(self, section: Section, row: int, num_tokens: int, cached: int, fresh: bool) -> None:
+        """Count a prompt once, and what of it was cached; what is computed again after a preemption is neither."""
+        base = self._layout.row(row)
+        if self._words[base + R.PREEMPTIONS] or num_tokens != self._words[base + R.NUM_PROMPT]:
+            return
+        if fresh:
+            section.set(base + R.CACHED_TOKENS, cached)
+            section.add(H.PROMPT_TOKENS, num_tokens)
+        else:
+            section.add(base + R.CACHED_TOKENS, cached)
+        section.add(H.CACHED_TOKENS, cached)
 
     def _pool_hash(self, block: int) -> int:
         return self._words[self._layout.block(block) + B.HASH]
@@ -584,6 +633,8 @@ class Rows:
     def put_back(self, row: int, actor: Actor) -> None:
         """An owner lets a row go, with its tokens and blocks, for another to go on with."""
         self._uncharge(row)
+        if actor is Actor.DECODE:
+            self._words[self._layout.row(row) + R.ADOPTIONS] += 1
         self._move_own(row, RowState.QUEUED if actor is Actor.PREFILL else RowState.READY, actor)
 
     def _uncharge(self, row: int) -> None:

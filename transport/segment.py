@@ -182,7 +182,7 @@ class Segment:
                 if not taken:
                     incarnation = self.words[H.NEXT_INCARNATION]
                     section.set(H.NEXT_INCARNATION, incarnation + 1)
-                    for word in range(P.ADOPTED_ROWS + 1):
+                    for word in range(max(P) + 1):
                         section.set(base + word, 0)
                     section.set(base + P.PID, os.getpid())
                     section.set(base + P.START_TIME, process_start_time(os.getpid()) or 0)
@@ -208,6 +208,21 @@ class Segment:
         stop = start + self.geometry.max_participants * PARTICIPANT_WORDS
         roles = self.words[start:stop:PARTICIPANT_WORDS].tolist()
         return [slot for slot, found in enumerate(roles) if found == role]
+
+    def least_loaded(self, role: Role, *, but: int = -1) -> int | None:
+        """The slot of the participant that should be given work: ready, not drained, with the fewest rows in hand.
+
+        Args:
+            but: a slot that is left out.
+        """
+        able = [
+            slot
+            for slot in self.slots(role)
+            if slot != but
+            and self.participant_word(slot, P.STATE) == ParticipantState.READY
+            and not self.participant_word(slot, P.DRAIN)
+        ]
+        return min(able, key=lambda slot: self.participant_word(slot, P.LOAD), default=None)
 
     def participant_word(self, slot: int, name: P) -> int:
         return self.words[self.layout.participant(slot) + name]

@@ -18,10 +18,11 @@ from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model, load
 from pdctl.core.numerics import numerics
 from pdctl.core.prefill import PrefillEngine
+from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
 from pdctl.transport.recovery import reap, verify
 from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState
-from pdctl.transport.segment import ParticipantState, Role, Segment
+from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
 
 BLOCK = 16
 CHUNK = 32
@@ -55,6 +56,7 @@ class Cluster:
             local_prefill_tokens=local,
             chunk_tokens=chunk,
         )
+        self.rung: list[int] = []
         self.segment = Segment.anonymous(self.spec.geometry)
         self.model = model
         self.router = self.segment.attach(Role.ROUTER)
@@ -66,12 +68,24 @@ class Cluster:
         self.decode = self.new_decode()
 
     def new_prefill(self) -> PrefillEngine:
-        return PrefillEngine(self.segment, self.segment.attach(Role.PREFILL), self.model, self.spec, lambda _: None)
+        me = self.join(Role.PREFILL)
+        return PrefillEngine(self.segment, me, self.model, self.spec, self.wake(me))
 
     def new_decode(self) -> DecodeEngine:
-        me = self.segment.attach(Role.DECODE)
+        me = self.join(Role.DECODE)
+        return DecodeEngine(self.segment, me, self.model, self.spec, self.wake(me))
+
+    def join(self, role: Role) -> Participant:
+        me = self.segment.attach(role)
         me.put(P.STATE, ParticipantState.READY)
-        return DecodeEngine(self.segment, me, self.model, self.spec, lambda _: None)
+        return me
+
+    def wake(self, me: Participant) -> Wake:
+        return Wake(self.segment, me.slot, self)  # type: ignore[arg-type]
+
+    def ring(self, slot: int) -> None:
+        """A bell that only notes who was rung."""
+        self.rung.append(slot)
 
     def submit(self, tokens: list[int], count: int, **params: Any) -> tuple[int, int]:
         claim = self.segment.rows.submit(

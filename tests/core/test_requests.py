@@ -23,7 +23,7 @@ from pdctl.transport.errors import DeadlineError
 from pdctl.transport.layout import DType, Geometry, P, R
 from pdctl.transport.recovery import verify
 from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState
-from pdctl.transport.segment import Role, Segment
+from pdctl.transport.segment import ParticipantState, Role, Segment
 
 EOS = 0
 
@@ -55,6 +55,8 @@ class World:
         self.rows = self.segment.rows
         self.prefill = self.segment.attach(Role.PREFILL)
         self.decode = self.segment.attach(Role.DECODE)
+        for daemon in (self.prefill, self.decode):
+            daemon.put(P.STATE, ParticipantState.READY)
         self.prefill_bell = Bell(run_dir, self.prefill.slot)
         self.decode_bell = Bell(run_dir, self.decode.slot)
         self.me = self.segment.attach(Role.ROUTER)

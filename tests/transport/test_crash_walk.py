@@ -365,7 +365,7 @@ MINIMUM = {
     "claim_prefill_with_eviction": 150,
     "grow": 60,
     "hand_over": 3,
-    "put_back_prefill": 3,
+    "put_back_prefill": 2,
     "put_back_decode": 3,
     "publish_of_a_twin": 60,
 }

@@ -39,6 +39,7 @@ ALLOWED = """
     FILLING    -> READY       R
     FILLING    -> FREE        R  S
     QUEUED     -> PREFILLING   P
+    QUEUED     -> READY        P
     QUEUED     -> CANCELLED   R  S
     QUEUED     -> FAILED         S
     PREFILLING -> READY        P
