@@ -80,6 +80,24 @@ def claim_prefill_with_eviction(world: Any) -> tuple[Any, Operation]:
 
 
 @scenario
+def claim_prefill_gains_what_others_published(world: Any) -> tuple[Any, Operation]:
+    first, second = world.submit([*PROMPT, 2, 2, 2], 20).row, world.submit([*PROMPT, 1, 1, 1, 1], 20).row
+    world.prefill.claim(first)
+    world.prefill.prefill(first, 2)
+    world.prefill.rows.put_back(first, Actor.PREFILL)
+    world.prefill.claim(second)
+    world.prefill.prefill(second, 9)
+    return world.join(Role.PREFILL), lambda member: member.claim(first)
+
+
+@scenario
+def claim_prefill_sends_on(world: Any) -> tuple[Any, Operation]:
+    world.leave_cached(PROMPT[:9], 12)
+    row = world.submit(PROMPT, 20).row
+    return world.prefill, lambda member: member.claim(row, local=2)
+
+
+@scenario
 def claim_decode(world: Any) -> tuple[Any, Operation]:
     row = world.ready(PROMPT, 20).row
     return world.decode, lambda member: member.claim(row)
@@ -363,6 +381,8 @@ MINIMUM = {
     "attach": 80,
     "claim_prefill_with_cached_prefix": 60,
     "claim_prefill_with_eviction": 150,
+    "claim_prefill_gains_what_others_published": 70,
+    "claim_prefill_sends_on": 60,
     "grow": 60,
     "hand_over": 3,
     "put_back_prefill": 2,

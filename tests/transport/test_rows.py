@@ -472,6 +472,48 @@ def test_a_prompt_is_counted_once_however_often_it_changes_hands(world: Any) -> 
     assert (words[H.PROMPT_TOKENS] - base[0], words[H.CACHED_TOKENS] - base[1]) == (12, 4)
 
 
+@pytest.mark.parametrize("local", [1, 2])
+def test_prefill_sends_on_what_decode_may_do_itself(world: Any, local: int) -> None:
+    prompt = [0, 1, 2, 1, 0, 2, 2, 1, 0, 1, 2]
+    world.leave_cached(prompt[:9], 12)
+    row = world.submit(prompt, 20).row
+    rows = world.router.rows
+    assert rows.state(row) is S.QUEUED
+    taken = world.prefill.claim(row, local=local)
+    if local == 1:
+        assert rows.state(row) is S.PREFILLING
+        assert (taken.kv_len, taken.cached_tokens) == (8, 8)
+    else:
+        assert taken is None
+        assert rows.state(row) is S.READY
+        # With its prefix pinned and room for the next token: decode need not match again.
+        assert (rows.get(row, R.NUM_BLOCKS), rows.get(row, R.KV_LEN)) == (3, 8)
+        assert world.decode.claim(row, local=0).kv_len == 8
+    assert (rows.get(row, R.CACHED_TOKENS), rows.get(row, R.ATTEMPTS)) == (8, 1)
+    world.check()
+    world.run_to_end()
+
+
+def test_a_row_that_was_put_back_gains_what_others_have_published_since(world: Any) -> None:
+    prompt = [0, 1, 2, 1, 0, 2, 2, 1, 0, 1, 2, 2, 1]
+    first, second = world.submit(prompt, 20).row, world.submit([*prompt[:9], 0, 0], 20).row
+    world.prefill.claim(first)
+    world.prefill.prefill(first, 5)  # one block, and a quarter of the next
+    world.prefill.rows.put_back(first, Actor.PREFILL)
+    private = world.prefill.rows.block_table(first)
+    world.prefill.claim(second)
+    world.prefill.prefill(second)
+    free = world.prefill.pool.num_free()
+    taken = world.prefill.claim(first)
+    rows = world.prefill.rows
+    assert (taken.kv_len, taken.cached_tokens) == (8, 3)
+    assert rows.block_table(first) == [private[0], rows.block_table(second)[1], *private[2:]]
+    assert world.prefill.pool.num_free() == free + 1
+    assert rows.get(first, R.CACHED_TOKENS) == 3
+    world.check()
+    world.run_to_end()
+
+
 # What changes between a claimer's look at a row and its section.
 def _another_made_progress(world: Any, other: Any, row: int) -> None:
     assert other.claim(row) is not None
