@@ -69,6 +69,7 @@ class DecodeEngine:
 
     def release(self) -> None:
         """Put all rows back, with tokens and blocks, for another daemon: drain and shutdown."""
+        self._wanted.forget()
         for active in self._batch:
             self._rows.put_back(active.row, Actor.DECODE)
         if self._batch:
@@ -136,6 +137,7 @@ class DecodeEngine:
             block_table=rows.block_table(row),
         )
         self._me.add(P.CLAIMS, 1)
+        self._me.add(P.CACHED_TOKENS, claim.cached_tokens)
         if rows.get(row, R.ADOPTIONS):
             self._me.add(P.ADOPTED_ROWS, 1)
         _log.info(
@@ -182,7 +184,8 @@ class DecodeEngine:
                 continue
             while not self._has_room(active):
                 if not self._take_blocks_for(active):
-                    self._wanted.note(active.order)
+                    if active in self._batch:
+                        self._wanted.note(active.order)
                     break
             else:
                 if active in self._batch:

@@ -74,6 +74,7 @@ class PrefillEngine:
         """Put all rows back, with their blocks, for another daemon: drain and shutdown."""
         self._put_back(list(self._owned))
         self._me.put(P.LOAD, 0)
+        self._wanted.forget()
         self._wake.for_work(Role.PREFILL)
 
     # --- what to compute -----------------------------------------------------------------------------------

@@ -94,6 +94,11 @@ class Wanted:
         rows = self._segment.rows
         return self._first is not None and rows.get(row, R.ORDER) > self._first and not rows.get(row, R.NUM_BLOCKS)
 
+    def forget(self) -> None:
+        """We wait for nothing any more."""
+        self._ours = self._first = None
+        self.tell()
+
     def tell(self) -> bool:
         """Say what we wait for, so that whoever frees blocks rings.
 
