@@ -71,6 +71,17 @@ class SegmentState(IntEnum):
     CLOSED = 2
 
 
+class VerifyKv(IntEnum):
+    """Whether published blocks carry a checksum of their KV, and what becomes of a row that meets a wrong one.
+
+    Checked on every cache hit, and when a row is taken over from a dead daemon.
+    """
+
+    OFF = 0
+    RECOMPUTE = 1
+    FAIL = 2
+
+
 class H(IntEnum):
     """Header words."""
 
@@ -88,6 +99,7 @@ class H(IntEnum):
     TIME_NAMESPACE = 36
     BOOT_ID = 37
     OWNER_PID = 38
+    VERIFY_KV = 39  # VerifyKv, for the segment's whole life
     # the lock
     SEQUENCE = 64
     LOCK_SLOT = 65
@@ -121,6 +133,7 @@ class H(IntEnum):
     FINISHED = 140
     FAILED = 141
     CANCELLED = 142
+    BAD_BLOCKS = 143
 
 
 class P(IntEnum):
@@ -230,11 +243,12 @@ class B(IntEnum):
 
 
 class BlockState(IntEnum):
-    """FREE -> OWNED -> CACHED -> FREE, or OWNED -> FREE."""
+    """FREE -> OWNED -> CACHED -> FREE, or OWNED -> FREE, or CACHED -> BAD -> FREE."""
 
     FREE = 0
     OWNED = 1  # private to one row, being written
     CACHED = 2  # published: full, immutable, shared
+    BAD = 3  # as CACHED, but its KV is not what was sealed: never matched again
 
 
 @dataclass(frozen=True, kw_only=True)

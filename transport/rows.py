@@ -37,6 +37,7 @@ from pdctl.transport.layout import (
     Layout,
     R,
     RowFlag,
+    VerifyKv,
 )
 from pdctl.transport.lock import MutationLock, Op, Rollback, Section
 from pdctl.transport.pool import BlockRef, Pool, chain_hash
@@ -91,7 +92,7 @@ TRANSITIONS: dict[tuple[RowState, RowState], frozenset[Actor]] = {
     (_S.QUEUED, _S.PREFILLING): frozenset({Actor.PREFILL}),
     (_S.QUEUED, _S.READY): frozenset({Actor.PREFILL}),
     (_S.QUEUED, _S.CANCELLED): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
-    (_S.QUEUED, _S.FAILED): frozenset({Actor.SUPERVISOR}),
+    (_S.QUEUED, _S.FAILED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
     (_S.PREFILLING, _S.READY): frozenset({Actor.PREFILL}),
     (_S.PREFILLING, _S.QUEUED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
     (_S.PREFILLING, _S.CANCELLED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
@@ -99,7 +100,7 @@ TRANSITIONS: dict[tuple[RowState, RowState], frozenset[Actor]] = {
     (_S.READY, _S.DECODING): frozenset({Actor.DECODE}),
     (_S.READY, _S.QUEUED): _ANYBODY,
     (_S.READY, _S.CANCELLED): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
-    (_S.READY, _S.FAILED): frozenset({Actor.SUPERVISOR}),
+    (_S.READY, _S.FAILED): frozenset({Actor.DECODE, Actor.SUPERVISOR}),
     (_S.DECODING, _S.FINISHED): frozenset({Actor.DECODE}),
     (_S.DECODING, _S.READY): frozenset({Actor.DECODE, Actor.SUPERVISOR}),
     (_S.DECODING, _S.QUEUED): frozenset({Actor.DECODE}),
@@ -452,6 +453,10 @@ class Rows:
         num_tokens = self.count_tokens(row)
         held = words[base + R.NUM_BLOCKS], words[base + R.NUM_PUBLISHED]
         matched = self._match(row, num_tokens)
+        if self._pool.seals:
+            if words[base + R.ADOPTIONS] and self._refuse_if_broken(row, generation, actor):
+                return None
+            matched = self._without_broken(matched)
         claimed: Claim | None = None
         with self._lock.section(Op.CLAIM, row) as section:
             if self.state(row) != from_state or words[base + R.GENERATION] != generation:
@@ -508,6 +513,43 @@ class Rows:
             block = words[base + self._layout.row_blocks + first - 1]
             after = BlockRef(block, self._pool.generation(block)), words[base + R.LAST_HASH]
         return self._pool.match(self.tokens(row, first * size, num_tokens), limit - first, after)
+
+    def _without_broken(self, matched: list[BlockRef]) -> list[BlockRef]:
+        """Matched blocks up to the first whose KV is not what was sealed; that one is condemned."""
+        for index, ref in enumerate(matched):
+            if self._pool.is_broken(ref):
+                with self._lock.section(Op.CONDEMN) as section:
+                    self._pool.condemn(section, ref)
+                return matched[:index]
+        return matched
+
+    def _refuse_if_broken(self, row: int, generation: int, actor: Actor) -> bool:
+        """Check what the last owner of a waiting row published, before it is taken over.
+
+        Returns:
+            True: a block is broken, and the row failed, or waits for all its KV to be computed again.
+        """
+        words, base = self._words, self._layout.row(row)
+        table = self.block_table(row)[: words[base + R.NUM_PUBLISHED]]
+        refs = [BlockRef(block, self._pool.generation(block)) for block in table]
+        broken = next((ref for ref in refs if self._pool.is_broken(ref)), None)
+        if broken is None:
+            return False
+        text = f"KV of block {broken.block} is not what was computed (checksum)"
+        with self._lock.section(Op.CONDEMN, row) as section:
+            self._pool.condemn(section, broken)
+            state = self.state(row)
+            same = words[base + R.GENERATION] == generation and state in (RowState.QUEUED, RowState.READY)
+            if same and broken.block in self.block_table(row):
+                if words[H.VERIFY_KV] == VerifyKv.FAIL:
+                    self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, text)
+                    self._end(section, row, RowState.FAILED, actor)
+                else:
+                    self._release_blocks(section, row)
+                    section.add(base + R.PREEMPTIONS, 1)
+                    if state is RowState.READY:
+                        self._move(section, row, RowState.QUEUED, actor)
+        return True
 
     def _pin_matched(self, section: Section, row: int, matched: list[BlockRef]) -> int:
         """Put cached blocks into the table, in place of private ones that are not computed; returns tokens won."""
@@ -610,15 +652,18 @@ class Rows:
         hashes = []
         for part in parts:
             hashes.append(hash_ := chain_hash(hash_, part))
+        table = base + self._layout.row_blocks
+        sums = [0] * number
+        if self._pool.seals:
+            sums = [self._pool.checksum(words[table + first + index]) for index in range(number)]
         with self._lock.section(Op.PUBLISH, row) as section:
-            table = base + self._layout.row_blocks
             for index, part in enumerate(parts):
                 place = table + first + index
                 parent = None
                 if first + index:
                     before = words[place - 1]
                     parent = BlockRef(before, self._pool.generation(before))
-                kept = self._pool.publish(section, words[place], hashes[index], part, parent)
+                kept = self._pool.publish(section, words[place], hashes[index], part, parent, sums[index])
                 if kept != words[place]:
                     section.set(place, kept)
             section.set(base + R.NUM_PUBLISHED, first + number)

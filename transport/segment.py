@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdctl.transport import mapping as _mapping
 from pdctl.transport.errors import CapacityError, IncompatibleError, NotFoundError
-from pdctl.transport.layout import PARTICIPANT_WORDS, DType, Geometry, H, Layout, P, SegmentState
+from pdctl.transport.layout import PARTICIPANT_WORDS, DType, Geometry, H, Layout, P, SegmentState, VerifyKv
 from pdctl.transport.lock import MutationLock, Op
 from pdctl.transport.mapping import Mapping
 from pdctl.transport.names import SegmentName
@@ -101,12 +101,21 @@ class Segment:
         self.layout = Layout(geometry)
         self.words = mapping.words if words is None else words
         self.lock = MutationLock(self.words, self.layout, mapping.file_lock())
-        self.pool = Pool(self.words, self.layout)
+        self.pool = Pool(self.words, self.layout, lambda: mapping.kv(self.layout))
         self.rows = Rows(self.words, self.layout, self.lock, self.pool)
 
     @classmethod
-    def create(cls, name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_id: int) -> Segment:
+    def create(
+        cls,
+        name: SegmentName,
+        geometry: Geometry,
+        *,
+        fingerprint: int,
+        numerics_id: int,
+        verify_kv: VerifyKv = VerifyKv.OFF,
+    ) -> Segment:
         mapping = _mapping.create(name, geometry, fingerprint=fingerprint, numerics_id=numerics_id)
+        mapping.words[H.VERIFY_KV] = verify_kv
         return cls(mapping, geometry)
 
     @classmethod

@@ -169,7 +169,7 @@ def test_lists_and_journal_work_beyond_32_bits() -> None:
     layout, words = Layout(HUGE), SparseWords()
     block = HUGE.num_blocks - 1
     words[H.FREE_HEAD], words[H.FREE_COUNT] = block + 1, 1
-    pool = Pool(words, layout)  # type: ignore[arg-type]
+    pool = Pool(words, layout, lambda: None)  # type: ignore[arg-type]
     lock = MutationLock(words, layout, NoFileLock())  # type: ignore[arg-type]
     before = dict(words)
     with pytest.raises(ZeroDivisionError), lock.section(Op.GROW) as section:

@@ -41,7 +41,7 @@ ALLOWED = """
     QUEUED     -> PREFILLING   P
     QUEUED     -> READY        P
     QUEUED     -> CANCELLED   R  S
-    QUEUED     -> FAILED         S
+    QUEUED     -> FAILED       P S
     PREFILLING -> READY        P
     PREFILLING -> QUEUED       P S
     PREFILLING -> CANCELLED    P S
@@ -49,7 +49,7 @@ ALLOWED = """
     READY      -> DECODING      D
     READY      -> QUEUED      RPDS
     READY      -> CANCELLED   R  S
-    READY      -> FAILED         S
+    READY      -> FAILED        DS
     DECODING   -> FINISHED      D
     DECODING   -> READY         DS
     DECODING   -> QUEUED        D
