@@ -388,7 +388,7 @@ class Delta:
 
     Attributes:
         logprobs: of the tokens, if asked for.
-        text_offsets: of the tokens with log-probabilities, where in the choice's text each begins.
+        text_offsets: if so, where in the choice's text each token begins.
     """
 
     text: str
@@ -448,7 +448,7 @@ class Choice:
                 text += self._finish(end.reason)
             else:
                 self.failure = end
-        return Delta(text, ids, logprobs[: len(ids)], offsets)
+        return Delta(text, ids, logprobs[: len(ids)], offsets[: len(logprobs)])
 
     def _push(self, ids: list[int]) -> str:
         if ids and ids[-1] in self._hidden_ids:  # nothing comes after it

@@ -298,7 +298,7 @@ class Rows:
     def take_logprobs(self, row: int, start: int, stop: int) -> list[TokenLogprobs]:
         """Copy out what belongs to committed tokens; their places in the ring are free then. For the router."""
         base = self._layout.row(row)
-        length = max(1, self._words[base + R.NUM_LOGPROBS])
+        length = self._words[base + R.NUM_LOGPROBS]
         found = []
         for position in range(start, stop):
             entry = self._logprob_entry(row, position)

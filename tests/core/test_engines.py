@@ -415,29 +415,31 @@ def test_a_row_waits_for_its_reader_and_others_do_not(model: Model, tiny_dir: Pa
     assert cluster.take(read, generation, 20) == expected
 
 
-def test_log_probabilities_survive_a_death_before_the_commit(
-    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("committed", [False, True])
+def test_log_probabilities_survive_a_death_around_the_commit(
+    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     prompt = prompt_of(20)
     cluster = Cluster(model, tiny_dir)
-    row, generation = cluster.submit(prompt, 30, **EVERYTHING)
+    row, _ = cluster.submit(prompt, 30, **EVERYTHING)
     cluster.run(row)
-    expected = list(cluster.read_logprobs(row))
-    cluster.take(row, generation, 20)
+    expected = cluster.read_logprobs(row)
+    cluster = Cluster(model, tiny_dir)  # whose ring has nothing of it yet
     rows = cluster.segment.rows
-    row, generation = cluster.submit(prompt, 30, **EVERYTHING)
+    row, _ = cluster.submit(prompt, 30, **EVERYTHING)
     commit = rows.commit_token
 
     def die(row: int, generation: int, position: int, token: int) -> None:
+        if position != 23 or committed:
+            commit(row, generation, position, token)
         if position == 23:
             raise KeyboardInterrupt
-        commit(row, generation, position, token)
 
     monkeypatch.setattr(rows, "commit_token", die)
     with pytest.raises(KeyboardInterrupt):
         cluster.run(row)
     monkeypatch.undo()
-    assert rows.count_tokens(row) == 23
+    assert rows.count_tokens(row) == 23 + committed
     reap(cluster.segment, cluster.decode._me.slot, cluster.decode._me.incarnation, "killed")
     cluster.decode = cluster.new_decode()
     cluster.run(row)
