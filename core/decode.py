@@ -12,15 +12,16 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
 from pdctl.core.room import Wanted, ask_younger, make_room, preempt_younger
-from pdctl.core.sampler import sample
+from pdctl.core.sampler import RowSampler, token_logprobs
 from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
-from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState
+from pdctl.transport.rows import Actor, FinishReason, RowState
 from pdctl.transport.segment import Participant, Role, Segment
 
 _log = logging.getLogger("decode")
@@ -38,9 +39,9 @@ class _Active:
     num_tokens: int
     kv_len: int
     limit_tokens: int
-    params: RowParams
     stop_ids: frozenset[int]
     block_table: list[int]
+    sampler: RowSampler
 
 
 class DecodeEngine:
@@ -59,7 +60,7 @@ class DecodeEngine:
         self._wanted.look()
         self._claim_ready()
         self._follow_wishes()
-        running = self._make_room()
+        running = [active for active in self._make_room() if self._is_read(active)]
         look_again = self._wanted.tell()
         if not running:
             return look_again
@@ -132,9 +133,14 @@ class DecodeEngine:
             num_tokens=claim.num_tokens,
             kv_len=claim.kv_len,
             limit_tokens=rows.get(row, R.LIMIT_TOKENS),
-            params=params,
             stop_ids=stop_ids,
             block_table=rows.block_table(row),
+            sampler=RowSampler(
+                params,
+                num_prompt=rows.get(row, R.NUM_PROMPT),
+                end_ids=stop_ids,
+                read_tokens=partial(rows.tokens, row),
+            ),
         )
         self._me.add(P.CLAIMS, 1)
         self._me.add(P.CACHED_TOKENS, claim.cached_tokens)
@@ -231,6 +237,12 @@ class DecodeEngine:
             self._wake.for_work(Role.PREFILL)
             self._wake.for_room()
 
+    def _is_read(self, active: _Active) -> bool:
+        """False: the router has yet to read what the next token's log-probabilities would overwrite."""
+        if active.sampler.params.num_logprobs is None:
+            return True
+        return self._rows.has_logprob_room(active.row, active.num_tokens)
+
     # --- computing -----------------------------------------------------------------------------------------
 
     def _advance(self, running: list[_Active]) -> None:
@@ -260,11 +272,14 @@ class DecodeEngine:
         for index, active in enumerate(sampled):
             assert logits is not None
             try:
-                token = sample(logits[index], active.params, active.num_tokens)
+                token = active.sampler.sample(logits[index], active.num_tokens)
             except FloatingPointError as error:
                 rows.fail(active.row, f"decode daemon, token {active.num_tokens}: {error}", Actor.DECODE)
                 ended.append(active)
                 continue
+            if (number := active.sampler.params.num_logprobs) is not None:
+                logprobs = token_logprobs(logits[index], token, number)
+                rows.put_logprobs(active.row, active.num_tokens, logprobs)
             rows.commit_token(active.row, active.generation, active.num_tokens, token)
             active.num_tokens += 1
             if not rows.get(active.row, R.T_FIRST_TOKEN):

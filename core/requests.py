@@ -11,15 +11,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdctl.core.detokenizer import StopChecker
 from pdctl.core.wake import Wake
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError
-from pdctl.transport.layout import R
-from pdctl.transport.rows import OWNED, TERMINAL, FinishReason, RowParams, RowState
+from pdctl.transport.layout import LOGPROB_RING, R
+from pdctl.transport.rows import OWNED, TERMINAL, FinishReason, RowParams, Rows, RowState, TokenLogprobs
 from pdctl.transport.segment import Participant, Role, Segment
 
 if TYPE_CHECKING:
@@ -115,12 +115,18 @@ class RowStream:
         self.end: RowEnd | None = None
         self._client = client
         self._pending: list[int] = []
+        self._pending_logprobs: list[TokenLogprobs] = []
         self._stats: RowStats | None = None
         self._position = len(request.tokens)
 
     def take(self) -> list[int]:
         """The tokens that came since the last call."""
         taken, self._pending = self._pending, []
+        return taken
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens that `take` returns, if the request asks for them; else none."""
+        taken, self._pending_logprobs = self._pending_logprobs, []
         return taken
 
     def cancel(self) -> None:
@@ -131,12 +137,15 @@ class RowStream:
         """As of now; as of the end once that is known."""
         return self._stats or self._client.read_stats(self)
 
-    def read(self, rows_new_tokens: Callable[[int, int, int], list[int]]) -> bool:
-        """Copy new tokens out of the row; whether there were any. For the client."""
-        tokens = rows_new_tokens(self.row, self.generation, self._position)
-        self._position += len(tokens)
+    def read(self, rows: Rows) -> int:
+        """Copy new tokens out of the row; returns how many. For the client."""
+        tokens = rows.new_tokens(self.row, self.generation, self._position)
+        end = self._position + len(tokens)
+        if tokens and self.request.params.num_logprobs is not None:
+            self._pending_logprobs += rows.take_logprobs(self.row, self._position, end)
+        self._position = end
         self._pending += tokens
-        return bool(tokens)
+        return len(tokens)
 
     def close(self, end: RowEnd) -> None:
         """Note the end, with the stamps as they are now. For the client."""
@@ -329,10 +338,12 @@ class RowClient:
             return
         # States before tokens: a row seen at its end has all its tokens in place.
         states = self._rows.states()
-        new_tokens = self._rows.new_tokens
         for stream in list(self._live.values()):
             state = states[stream.row]
-            news = stream.end is None and stream.read(new_tokens)
+            number = stream.read(self._rows) if stream.end is None else 0
+            news = number > 0
+            if number >= LOGPROB_RING // 2 and stream.request.params.num_logprobs is not None:
+                self._wake.owner(stream.row)  # it may have waited for room in the ring
             if state in _TERMINAL:
                 news = self._note_end(stream, RowState(state)) or news
                 self._let_go(stream)
@@ -373,10 +384,17 @@ def _span(start_ns: int, stop_ns: int, unit: float) -> float | None:
 
 @dataclass(frozen=True)
 class Delta:
-    """What came since the last one. Text may lag behind tokens: half characters and begun stops wait."""
+    """What came since the last one. Text may lag behind tokens: half characters and begun stops wait.
+
+    Attributes:
+        logprobs: of the tokens, if asked for.
+        text_offsets: if so, where in the choice's text each token begins.
+    """
 
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
 
 
 class Choice:
@@ -409,6 +427,7 @@ class Choice:
         self._hidden_ids = hidden_ids
         self._detokenizer = tokenizer.detokenizer()
         self._stop_checker = StopChecker(stops) if stops else None
+        self._text_length = 0
 
     @property
     def is_done(self) -> bool:
@@ -416,40 +435,52 @@ class Choice:
 
     def advance(self) -> Delta:
         """Take what the row has; notes the end if that is it."""
-        ids = self.stream.take()
-        if self._stop_checker is None:
+        ids, logprobs = self.stream.take(), self.stream.take_logprobs()
+        offsets: list[int] = []
+        if self._stop_checker is None and not logprobs:
             text = self._push(ids)
+            self.num_tokens += len(ids)
         else:
-            ids, text = self._push_until_stop(ids, self._stop_checker)
-        self.num_tokens += len(ids)
+            ids, text, offsets = self._push_singly(ids)
         end = self.stream.end
         if self.finish_reason is None and end is not None:
             if end.state is RowState.FINISHED:
                 text += self._finish(end.reason)
             else:
                 self.failure = end
-        return Delta(text, ids)
+        return Delta(text, ids, logprobs[: len(ids)], offsets[: len(logprobs)])
 
     def _push(self, ids: list[int]) -> str:
         if ids and ids[-1] in self._hidden_ids:  # nothing comes after it
             ids = ids[:-1]
-        return self._detokenizer.push(ids)
+        text = self._detokenizer.push(ids)
+        self._text_length += len(text)
+        return text
 
-    def _push_until_stop(self, ids: list[int], checker: StopChecker) -> tuple[list[int], str]:
-        text = ""
+    def _push_singly(self, ids: list[int]) -> tuple[list[int], str, list[int]]:
+        """Token by token: up to a stop string, and noting where each begins."""
+        text, offsets = "", []
         for number, token in enumerate(ids, 1):
-            shown, stopped = checker.push(self._push([token]))
+            offsets.append(self._text_length)
+            self.num_tokens += 1
+            shown, stopped = self._check_stop(self._push([token]))
             text += shown
             if stopped:
                 self.finish_reason = "stop"
                 self.stream.cancel()
-                return ids[:number], text
-        return ids, text
+                return ids[:number], text, offsets
+        return ids, text, offsets
+
+    def _check_stop(self, text: str) -> tuple[str, bool]:
+        if self._stop_checker is None:
+            return text, False
+        # As with vLLM, a stop string counts once it ends beyond min_tokens.
+        return self._stop_checker.push(text, exempt=self.num_tokens <= self.stream.request.params.min_tokens)
 
     def _finish(self, reason: FinishReason) -> str:
         text, stopped = self._detokenizer.flush(), False
         if self._stop_checker is not None:
-            text, stopped = self._stop_checker.push(text)
+            text, stopped = self._check_stop(text)
             if not stopped:
                 rest, stopped = self._stop_checker.flush()
                 text += rest

@@ -12,6 +12,7 @@ block table; everybody else writes wishes. Rows without an owner are moved insid
 
 What a token costs is three plain stores in a fixed order: KV of all layers, then KV_LEN, then the token's slot
 (generation << 32 | id; this store is the commit), then NUM_TOKENS as a hint where to look for the last slot.
+Log-probabilities, where asked for, are written before the slot, into a ring whose reader says how far it is.
 
 Knows blocks through `Pool`; knows nothing of models or sockets.
 """
@@ -28,6 +29,9 @@ from typing import TYPE_CHECKING
 
 from pdctl.transport.errors import CapacityError, CorruptSegmentError, UsageError
 from pdctl.transport.layout import (
+    LOGPROB_RING,
+    LOGPROB_WORDS,
+    MAX_LOGPROBS,
     ROW_ERROR_WORDS,
     ROW_PARAM_WORDS,
     ROW_REQUEST_ID_WORDS,
@@ -126,14 +130,40 @@ _FIRST_ENTRY = frozenset({R.T_QUEUED, R.T_PREFILLING})
 
 @dataclass(frozen=True, kw_only=True)
 class RowParams:
-    """What a request asks of the sampler. Temperature 0 is greedy; top_k 0 and top_p 1 switch filters off."""
+    """What a request asks of the sampler. Temperature 0 is greedy; the other defaults change nothing.
+
+    Attributes:
+        top_k: 0: all.
+        min_tokens: output tokens before which no end-of-sequence or stop id may come.
+        repetition_penalty: divides positive logits of ids in prompt or output, multiplies negative ones.
+        presence_penalty, frequency_penalty: subtracted from logits of ids in the output, once or each time.
+        logit_bias: (id, what is added to its logit in float32), each id once.
+        num_logprobs: how many of the likeliest tokens are told with each token's own log-probability; None: no
+            log-probabilities.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = field(default=())
+    logit_bias: tuple[tuple[int, float], ...] = field(default=())
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """A sampled token's natural log-probability, and the likeliest tokens with theirs, likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +190,15 @@ def float_to_word(value: float) -> int:
 
 def word_to_float(word: int) -> float:
     return float(struct.unpack("<d", word.to_bytes(8, "little"))[0])
+
+
+def _pair_to_word(token: int, value: float) -> int:
+    """An id and a float32 in one word."""
+    return token << 32 | int.from_bytes(struct.pack("<f", value), "little")
+
+
+def _word_to_pair(word: int) -> tuple[int, float]:
+    return word >> 32, float(struct.unpack("<f", (word & _TOKEN_MASK).to_bytes(4, "little"))[0])
 
 
 class Rows:
@@ -238,15 +277,43 @@ class Rows:
 
     def params(self, row: int) -> RowParams:
         start = self._layout.row(row) + self._layout.row_params
-        number = min(self.get(row, R.NUM_STOP_IDS), ROW_PARAM_WORDS)
+        stop_ids_end = start + min(self.get(row, R.NUM_STOP_IDS), ROW_PARAM_WORDS)
+        bias_end = min(stop_ids_end + self.get(row, R.NUM_LOGIT_BIAS), start + ROW_PARAM_WORDS)
+        num_logprobs = self.get(row, R.NUM_LOGPROBS)
         return RowParams(
             temperature=word_to_float(self.get(row, R.TEMPERATURE)),
             top_p=word_to_float(self.get(row, R.TOP_P)),
             top_k=self.get(row, R.TOP_K),
+            min_p=word_to_float(self.get(row, R.MIN_P)),
             seed=self.get(row, R.SEED),
+            min_tokens=self.get(row, R.MIN_TOKENS),
+            repetition_penalty=word_to_float(self.get(row, R.REPETITION_PENALTY)),
+            presence_penalty=word_to_float(self.get(row, R.PRESENCE_PENALTY)),
+            frequency_penalty=word_to_float(self.get(row, R.FREQUENCY_PENALTY)),
             ignore_eos=bool(self.get(row, R.FLAGS) & RowFlag.IGNORE_EOS),
-            stop_ids=tuple(self._words[start : start + number].tolist()),
+            stop_ids=tuple(self._words[start:stop_ids_end].tolist()),
+            logit_bias=tuple(map(_word_to_pair, self._words[stop_ids_end:bias_end].tolist())),
+            num_logprobs=num_logprobs - 1 if num_logprobs else None,
         )
+
+    def take_logprobs(self, row: int, start: int, stop: int) -> list[TokenLogprobs]:
+        """Copy out what belongs to committed tokens; their places in the ring are free then. For the router."""
+        base = self._layout.row(row)
+        length = self._words[base + R.NUM_LOGPROBS]
+        found = []
+        for position in range(start, stop):
+            entry = self._logprob_entry(row, position)
+            own, *top = map(_word_to_pair, self._words[entry : entry + length].tolist())
+            found.append(TokenLogprobs(token=own[0], logprob=own[1], top=tuple(top)))
+        self._words[base + R.READ_TOKENS] = stop  # SYNC: logprobs-read
+        return found
+
+    def has_logprob_room(self, row: int, position: int) -> bool:
+        """Whether nothing unread stands where the log-probabilities of `position` belong."""
+        return position < self.get(row, R.READ_TOKENS) + LOGPROB_RING  # SYNC: logprobs-read
+
+    def _logprob_entry(self, row: int, position: int) -> int:
+        return self._layout.row(row) + self._layout.row_logprobs + position % LOGPROB_RING * LOGPROB_WORDS
 
     def request_id(self, row: int) -> str:
         return self._text(row, self._layout.row_request_id, ROW_REQUEST_ID_WORDS)
@@ -329,15 +396,30 @@ class Rows:
         g = self._layout.geometry
         if not 1 <= len(tokens) < limit_tokens <= g.max_context:
             raise UsageError(f"{len(tokens)} prompt tokens, limit {limit_tokens}: a row holds {g.max_context}")
-        if len(params.stop_ids) > ROW_PARAM_WORDS:
-            raise UsageError(f"{len(params.stop_ids)} stop ids: at most {ROW_PARAM_WORDS}")
+        num_stop_ids, num_bias = len(params.stop_ids), len(params.logit_bias)
+        if num_stop_ids + num_bias > ROW_PARAM_WORDS:
+            raise UsageError(
+                f"{num_stop_ids} stop ids and {num_bias} logit biases: at most {ROW_PARAM_WORDS} of both"
+            )
+        num_logprobs = 0 if params.num_logprobs is None else params.num_logprobs + 1
+        if not 0 <= num_logprobs <= LOGPROB_WORDS:
+            raise UsageError(f"num_logprobs {params.num_logprobs}: expected 0 to {MAX_LOGPROBS}")
         # Checked before a row is taken: a value that cannot be stored would leave it FILLING for ever.
-        for what, ids in (("stop id", params.stop_ids), ("token", tokens)):
+        bias_ids = [token for token, _ in params.logit_bias]
+        for what, ids in (("stop id", params.stop_ids), ("logit bias id", bias_ids), ("token", tokens)):
             if ids and not (min(ids) >= 0 and max(ids) <= _TOKEN_MASK):
                 raise UsageError(f"{what} out of range: {min(ids)} to {max(ids)} found, 0 to {_TOKEN_MASK} expected")
-        for what, number in (("top_k", params.top_k), ("deadline_ns", deadline_ns)):
+        for what, number in (
+            ("top_k", params.top_k),
+            ("min_tokens", params.min_tokens),
+            ("deadline_ns", deadline_ns),
+        ):
             if not 0 <= number < 1 << 64:
                 raise UsageError(f"{what} {number}: not an unsigned 64-bit number")
+        try:
+            bias = [_pair_to_word(token, value) for token, value in params.logit_bias]
+        except OverflowError:
+            raise UsageError("logit bias: a value beyond float32") from None
         if (need := -(-limit_tokens // g.block_tokens)) > g.num_blocks:
             raise CapacityError(f"request of {limit_tokens} tokens: {need} blocks, the pool has {g.num_blocks}")
         row = self._take_free_row(me)
@@ -350,7 +432,7 @@ class Rows:
         self._put_text(row, self._layout.row_request_id, ROW_REQUEST_ID_WORDS, request_id)
         self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, "")
         start = base + self._layout.row_params
-        words[start : start + len(params.stop_ids)] = memoryview(array("Q", params.stop_ids))
+        words[start : start + num_stop_ids + num_bias] = memoryview(array("Q", (*params.stop_ids, *bias)))
         fields: dict[int, int] = {
             R.NUM_PROMPT: len(tokens),
             R.NUM_TOKENS: len(tokens),
@@ -359,9 +441,17 @@ class Rows:
             R.TEMPERATURE: float_to_word(params.temperature),
             R.TOP_P: float_to_word(params.top_p),
             R.TOP_K: params.top_k,
+            R.MIN_P: float_to_word(params.min_p),
             R.SEED: params.seed & ((1 << 64) - 1),
+            R.MIN_TOKENS: params.min_tokens,
+            R.REPETITION_PENALTY: float_to_word(params.repetition_penalty),
+            R.PRESENCE_PENALTY: float_to_word(params.presence_penalty),
+            R.FREQUENCY_PENALTY: float_to_word(params.frequency_penalty),
             R.FLAGS: RowFlag.IGNORE_EOS if params.ignore_eos else 0,
-            R.NUM_STOP_IDS: len(params.stop_ids),
+            R.NUM_STOP_IDS: num_stop_ids,
+            R.NUM_LOGIT_BIAS: num_bias,
+            R.NUM_LOGPROBS: num_logprobs,
+            R.READ_TOKENS: len(tokens),
         }
         for name, value in fields.items():
             words[base + name] = value
@@ -624,6 +714,13 @@ class Rows:
         if self._words[base + _ATTEMPTS]:
             self._words[base + R.DEATHS_ALONE] = 0
             self._words[base + _ATTEMPTS] = 0
+
+    def put_logprobs(self, row: int, position: int, logprobs: TokenLogprobs) -> None:
+        """What belongs to the token that is committed next; a daemon that dies in between has written nothing."""
+        own = (logprobs.token, logprobs.logprob)
+        entry = array("Q", [_pair_to_word(token, value) for token, value in (own, *logprobs.top)])
+        start = self._logprob_entry(row, position)
+        self._words[start : start + len(entry)] = memoryview(entry)
 
     def commit_token(self, row: int, generation: int, position: int, token: int) -> None:
         """The token at `position` is sampled. One store makes it true for everybody."""

@@ -12,6 +12,9 @@ from pdctl.transport.layout import (
     BLOCK_WORDS,
     HEADER_WORDS,
     HUGE_PAGE_BYTES,
+    LOGPROB_RING,
+    LOGPROB_WORDS,
+    MAX_LOGPROBS,
     NUM_GEOMETRY_WORDS,
     PARTICIPANT_WORDS,
     RING_WORDS,
@@ -99,6 +102,8 @@ def test_parts_of_a_row_follow_each_other(g: Geometry) -> None:
     assert layout.row_tokens - layout.row_blocks == g.blocks_per_row
     assert g.blocks_per_row * g.block_tokens >= g.max_context
     assert layout.row_logprobs - layout.row_tokens == g.max_context
+    assert layout.row_words - layout.row_logprobs == LOGPROB_RING * LOGPROB_WORDS
+    assert LOGPROB_WORDS == 1 + MAX_LOGPROBS
     assert layout.row(1) - layout.row(0) == layout.row_words
 
 
