@@ -48,6 +48,7 @@ class Model:
     def __init__(self, module: Any, numerics: Numerics) -> None:
         self._decoder = module.model
         self._head = module.lm_head
+        self._softcap: float | None = getattr(module.config, "final_logit_softcapping", None)
         self.numerics = numerics
         self.vocab_size = int(module.config.vocab_size)
         self.dtype: torch.dtype = getattr(torch, numerics.dtype)
@@ -83,8 +84,8 @@ class Model:
         if not logit_rows:
             return None
         wanted = logit_rows + logit_rows[-1:] * max(0, MIN_FORWARD_ROWS - len(logit_rows))
-        logits: Tensor = self._head(hidden[wanted])
-        return logits[: len(logit_rows)].float()
+        logits: Tensor = self._head(hidden[wanted])[: len(logit_rows)].float()
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 def _check_loaded(path: Path, info: dict[str, Any]) -> None:
