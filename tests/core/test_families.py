@@ -77,6 +77,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def two_threads() -> None:
+    """One thread hides differences in order; many would split layers as narrow as these."""
+    torch.set_num_threads(2)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory, checkpoint_maker: Callable[..., Path]) -> Callable[..., Path]:
     """The checkpoint of a case, made once."""
@@ -139,7 +145,7 @@ def test_logits_are_transformers_own(directory: Callable[..., Path], case: str) 
     tokens = tokens_of(1)
     (logits,) = Pages(load(path, numerics("float32")), validate(path), 1).run((0, tokens, 0))
     expected = of_transformers(path, tokens)
-    # A window off by one, or no soft-cap, moves them by 1e-2 and more.
+    # A window off by one, or no soft-cap, moves them by far more.
     assert float((logits - expected).abs().max()) < 1e-4
     chosen = expected.gather(1, logits.argmax(1, keepdim=True)).squeeze(1)
     assert float((expected.amax(1) - chosen).max()) < 1e-3
