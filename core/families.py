@@ -25,6 +25,7 @@ class Family:
         sliding_window: of an absent key.
         has_window_switch: sliding_window counts only if use_sliding_window is true, which it is not by default.
         softcaps: the keys of soft-caps that are read.
+        activation, activation_key: the one that is verified, and under which key it stands.
         is_scaled: whether queries are scaled by query_pre_attn_scalar.
         rope_types: that its class accepts and that are verified.
         has_two_ropes: one for layers with, one for layers without a window.
@@ -41,6 +42,8 @@ class Family:
     sliding_window: int | None = None
     has_window_switch: bool = False
     softcaps: frozenset[str] = frozenset()
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
     is_scaled: bool = False
     rope_types: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "dynamic", "longrope"})
     has_two_ropes: bool = False
@@ -75,6 +78,8 @@ FAMILIES: Final = {
         window_of="typed",
         sliding_window=4096,
         softcaps=frozenset({_ATTENTION_CAP, _FINAL_CAP}),
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
         is_scaled=True,
     ),
     "Gemma3ForCausalLM": Family(
@@ -86,6 +91,8 @@ FAMILIES: Final = {
         sliding_window=4096,
         # Its attention does not read attn_logit_softcapping.
         softcaps=frozenset({_FINAL_CAP}),
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
         is_scaled=True,
         has_two_ropes=True,
     ),
@@ -158,6 +165,9 @@ def check_attention(
         raise refuse("is_causal false", _UNREAD["use_bidirectional_attention"])
     if raw.get("v_head_dim") not in (None, head_dim):
         raise refuse(f"v_head_dim {raw['v_head_dim']!r}", f"keys and values have one size here, head_dim {head_dim}")
+    activation = raw.get(family.activation_key, family.activation)
+    if activation != family.activation:
+        raise refuse(f"{family.activation_key} {_short(activation)}", f"only {family.activation} is verified")
     _check_windows(family, raw, refuse, num_layers, max_position_embeddings)
     _check_softcaps(family, raw, refuse)
     return _check_ropes(family, raw, refuse, max_position_embeddings)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pdctl.core import attention
+from pdctl.core.activations import replace_activations
 from pdctl.core.attention import PagedKV, TokenRun
 from pdctl.core.numerics import MIN_FORWARD_ROWS, Numerics
 from pdctl.transport.errors import IncompatibleError
@@ -128,6 +129,7 @@ def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | 
     )
     _check_loaded(path, info)
     module.eval()
+    replace_activations(module)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     if numerics.linear == "widened":

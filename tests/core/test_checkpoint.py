@@ -214,6 +214,7 @@ def test_head_dim_of_its_own(tmp_path: Path) -> None:
         ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, ["per_layer_config", "differ in heads"]),
         ({"num_key_value_heads": [2, 1]}, ["num_key_value_heads is [2, 1]", "positive integer"]),
         ({"v_head_dim": 8}, ["v_head_dim 8", "head_dim 4"]),
+        ({"hidden_act": "relu"}, ["hidden_act 'relu'", "only silu"]),
         ({"sliding_window": 32}, ["sliding_window 32", "has none"]),
         ({"use_sliding_window": True}, ["use_sliding_window true", "no sliding_window"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["'sliding_attention'", "no sliding window"]),
@@ -271,6 +272,7 @@ SLIDING = ["sliding_attention", "full_attention"]
         ("Qwen3", {"num_experts": 4}, ["Qwen3ForCausalLM", "num_experts 4"]),
         ("Gemma2", {"attn_logit_softcapping": 0}, ["attn_logit_softcapping 0", "positive number"]),
         ("Gemma2", {"query_pre_attn_scalar": -1}, ["query_pre_attn_scalar -1"]),
+        ("Gemma2", {"hidden_activation": "gelu"}, ["hidden_activation 'gelu'", "only gelu_pytorch_tanh"]),
         ("Gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "after it"]),
         ("Gemma3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0", "does not soft-cap"]),
         ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, ["rope_parameters with 'rope_type'", "layer type"]),
@@ -304,6 +306,7 @@ def test_layers_that_slide_by_default_need_a_window(family: str, tmp_path: Path)
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": SLIDING}),
         ("Gemma2", {"sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30}),
+        ("Gemma3", {"hidden_act": "gelu"}),  # what it reads is hidden_activation
         ("Gemma3", {"sliding_window": 8, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0}),
         ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
         ("Phi3", {"sliding_window": 8, "partial_rotary_factor": 0.5}),

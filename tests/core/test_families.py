@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from pdctl.core import attention, families
+from pdctl.core.activations import GeluTanh, Silu
 from pdctl.core.attention import TokenRun
 from pdctl.core.checkpoint import ModelConfig, validate
 from pdctl.core.config import DEFAULT_MAX_CONTEXT, context_of
@@ -236,6 +238,40 @@ def test_static_ropes_do_not_see_how_long_a_forward_is(rope: dict[str, Any]) -> 
     packed = embedding(x, torch.cat([torch.arange(50), torch.arange(5000)]).unsqueeze(0))
     for one, other in zip(alone, packed, strict=True):
         assert torch.equal(one, other[:, :50])
+
+
+# ---- Activations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(Silu(), functional.silu), (GeluTanh(), lambda x: functional.gelu(x, approximate="tanh"))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_do_not_depend_on_place_or_threads(ours: Any, theirs: Any, dtype: torch.dtype) -> None:
+    # With torch's own in float32 a few of these elements differ.
+    x = torch.randn(131, 4864, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([ours(row) for row in x.split(1)])
+    assert torch.allclose(alone, theirs(x), atol=2e-6, rtol=2e-6 if dtype == torch.float32 else 8e-3)
+    for threads in (3, 7):
+        torch.set_num_threads(threads)
+        for start, length in ((0, 131), (3, 77), (1, 5)):
+            assert torch.equal(ours(x[start : start + length, 7:].clone()), alone[start : start + length, 7:])
+
+
+def test_both_ends_of_activations() -> None:
+    x = torch.tensor([-1e30, -200.0, -0.0, 0.0, 200.0, 1e30])
+    assert Silu()(x).tolist() == GeluTanh()(x).tolist() == [0, 0, 0, 0, 200, x[-1]]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"), [("llama", Silu), ("phi3", Silu), ("gemma2", GeluTanh), ("gemma3", GeluTanh)]
+)
+def test_loaded_models_have_them(directory: Callable[..., Path], case: str, kind: type) -> None:
+    path = directory(case)
+    module = load(path, numerics("float32"))._decoder
+    assert sum(type(child) is kind for child in module.modules()) == validate(path).num_layers
 
 
 # ---- What attention is asked for --------------------------------------------------------------------
