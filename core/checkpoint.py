@@ -212,7 +212,7 @@ def _check_architecture(file: Path, raw: Mapping[str, Any]) -> str:
             hint=_HINT_MODEL,
         )
     architecture = architectures[0]
-    if raw.get("auto_map") is not None:
+    if raw.get("auto_map") is not None and not _is_adopted(FAMILIES.get(architecture), raw["auto_map"]):
         raise IncompatibleError(
             f"{architecture}: {file} has auto_map, code that comes with the model (trust_remote_code); "
             "pdctl runs none",
@@ -228,6 +228,14 @@ def _check_architecture(file: Path, raw: Mapping[str, Any]) -> str:
             f"{architecture}: {file} has model_type {raw['model_type']!r}; expected {expected!r}", hint=_HINT_MODEL
         )
     return architecture
+
+
+def _is_adopted(family: Family | None, auto_map: object) -> bool:
+    """Whether the code that comes with a model is one that transformers has as its own, and loads instead."""
+    if family is None or family.adopted_code is None or not isinstance(auto_map, dict):
+        return False
+    # "module.Class", or "repository--module.Class" in a copy.
+    return str(auto_map.get("AutoModelForCausalLM")).rpartition("--")[2] == family.adopted_code
 
 
 def _positive(

@@ -32,6 +32,7 @@ class Family:
         has_partial_rope: whether partial_rotary_factor is read.
         original_context: of an absent original_max_position_embeddings; None: see `_original_context`.
         has_fused_qkv: one projection makes queries, keys and values.
+        adopted_code: the class in the code that its first checkpoints carry, which is transformers' own by now.
     """
 
     model_type: str
@@ -50,6 +51,7 @@ class Family:
     has_partial_rope: bool = False
     original_context: int | None = None
     has_fused_qkv: bool = False
+    adopted_code: str | None = None
 
 
 _ATTENTION_CAP: Final = "attn_logit_softcapping"
@@ -103,6 +105,7 @@ FAMILIES: Final = {
         has_partial_rope=True,
         original_context=4096,
         has_fused_qkv=True,
+        adopted_code="modeling_phi3.Phi3ForCausalLM",
     ),
 }
 
@@ -180,14 +183,14 @@ def _check_windows(
     switch = raw.get("use_sliding_window")
     if window is not None and not _is_positive_int(window):
         raise refuse(f"sliding_window {window!r}", "expected a positive integer or null")
+    is_felt = window is not None and window < max_position_embeddings
     if family.has_window_switch:
         window = window if switch else None
     elif switch and window is None:
         raise refuse("use_sliding_window true", "there is no sliding_window")
-    elif family.window_of == "no" and switch is not False and window is not None:
-        if window < max_position_embeddings:
-            raise refuse(f"sliding_window {window}", "this architecture has none")
-    elif family.window_of != "no" and switch is False and window is not None and window < max_position_embeddings:
+    elif is_felt and family.window_of == "no" and switch is not False:
+        raise refuse(f"sliding_window {window}", "this architecture has none")
+    elif is_felt and family.window_of != "no" and switch is False:
         raise refuse(f"sliding_window {window} and use_sliding_window false", "this architecture reads no switch")
 
     types = raw.get("layer_types")

@@ -1,9 +1,9 @@
 """Which arithmetic a daemon computes with, known before torch is loaded.
 
 Logits and KV must depend on a row's tokens and the model alone. Stock kernels choose other instruction orders by
-batch size and thread count; these settings, padded forwards and an attention that adds in one fixed order
-(attention.py) take that freedom away. What they settled on is the segment's numerics id: daemons that compute
-differently cannot share KV.
+batch size and thread count; these settings, padded forwards, an attention that adds in one fixed order (attention.py)
+and activations that do not depend on place (activations.py) take that freedom away. What they settled on is the
+segment's numerics id: daemons that compute differently cannot share KV.
 
 Knows nothing of models; called by the supervisor, the zygote and the daemons. No torch.
 """

@@ -279,6 +279,9 @@ SLIDING = ["sliding_attention", "full_attention"]
         ("Gemma3", {"rope_parameters": {"full_attention": {"rope_type": "x"}}}, ["full_attention of type 'x'"]),
         ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, ["'linear'", "default, longrope"]),
         ("Phi3", {"rope_scaling": {"type": "su"}}, ["'su'", "default, longrope"]),
+        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3V"}}, ["auto_map", "trust_remote_code"]),
+        ("Phi3", {"auto_map": ["modeling_phi3.Phi3ForCausalLM"]}, ["auto_map"]),
+        ("Llama", {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}, ["auto_map"]),
     ],
 )
 def test_refused_configurations_of_a_family(
@@ -310,6 +313,8 @@ def test_layers_that_slide_by_default_need_a_window(family: str, tmp_path: Path)
         ("Gemma3", {"sliding_window": 8, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0}),
         ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
         ("Phi3", {"sliding_window": 8, "partial_rotary_factor": 0.5}),
+        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}),
+        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "org/name--modeling_phi3.Phi3ForCausalLM"}}),
     ],
 )
 def test_accepted_configurations_of_a_family(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
