@@ -121,6 +121,8 @@ class H(IntEnum):
     FINISHED = 140
     FAILED = 141
     CANCELLED = 142
+    OUTPUT_TOKENS = 143  # of rows that have ended
+    REJECTED = 144  # written by the router alone, outside sections
 
 
 class P(IntEnum):
@@ -138,6 +140,7 @@ class P(IntEnum):
     BIT_EXACT = 9
     READY_NS = 10
     ATTACHED_NS = 11
+    WAITING = 12  # of a router: requests that wait for a row
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17

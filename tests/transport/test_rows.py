@@ -469,6 +469,25 @@ def test_a_prompt_is_counted_once_however_often_it_changes_hands(world: Any) -> 
     assert world.decode.claim(claim.row, local=0) is None
     assert world.prefill.claim(claim.row) is not None
     assert (words[H.PROMPT_TOKENS] - base[0], words[H.CACHED_TOKENS] - base[1]) == (12, 4)
+    # Preempted, it finds what it computed itself in the cache: no hit, and the client was told of four already.
+    world.prefill.prefill(claim.row)
+    assert world.prefill.rows.preempt(claim.row, Actor.PREFILL)
+    assert world.prefill.claim(claim.row) is not None
+    assert world.prefill.rows.get(claim.row, R.KV_LEN) > 4
+    assert (words[H.PROMPT_TOKENS] - base[0], words[H.CACHED_TOKENS] - base[1]) == (12, 4)
+    assert world.prefill.rows.get(claim.row, R.CACHED_TOKENS) == 4
+
+
+def test_output_tokens_and_outcomes_are_counted_at_the_end(world: Any) -> None:
+    words, rows = world.mapping.words, world.router.rows
+    for enough, counter in ((False, H.CANCELLED), (True, H.FINISHED)):
+        before = words[counter], words[H.OUTPUT_TOKENS]
+        claim = world.decoding([0, 1, 2, 1, 0], 20, steps=3)
+        rows.cancel(claim.row, claim.generation, enough=enough)
+        assert words[H.OUTPUT_TOKENS] == before[1]
+        world.decode.rows.end_cancelled(claim.row, Actor.DECODE)
+        assert (words[counter], words[H.OUTPUT_TOKENS]) == (before[0] + 1, before[1] + 3)
+        assert rows.recycle(claim.row, claim.generation)
 
 
 # What changes between a claimer's look at a row and its section.
