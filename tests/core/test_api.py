@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizer_kinds import CORPUS, MANY, build
 
 from pdctl.core.api import MAX_BODY_BYTES, ServerConfig, create_app
 from pdctl.core.requests import RowClient
@@ -175,10 +177,10 @@ class World:
         )
         self.app = create_app(
             self.client,
-            Tokenizer(inner_tokenizer(template=options.get("template", True))),
+            options.get("tokenizer") or Tokenizer(inner_tokenizer(template=options.get("template", True))),
             ServerConfig(
                 model_name=MODEL,
-                vocab_size=259,
+                vocab_size=options.get("vocab_size", 259),
                 eos_token_ids=(EOS,),
                 sampling=options.get("sampling", SamplingDefaults()),
                 request_timeout_s=options.get("request_timeout_s", 60),
@@ -414,6 +416,45 @@ async def test_stop_strings_cut_at_their_first_occurrence(world: World) -> None:
             assert text_of(await world.events(prompt="ab", max_tokens=200, stop=[stop])) == expected
     answer = await world.complete(max_tokens=200, stop=["three", "one", "absent"])
     assert answer["choices"][0]["text"] == TEXT[: TEXT.find("one")]
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_stops_and_spaces_do_not_follow_the_tokens(tmp_path: Path, kind: str) -> None:
+    """S16, S17, S18: tokens of several characters; stops that begin and end inside them, spaces at all places."""
+    tokenizer = build(kind)
+    ids = tokenizer.encode("    indented\n" + CORPUS[1] + CORPUS[0])
+    text = tokenizer.decode(ids)
+    edges = {len(tokenizer.decode(ids[:number])) for number in range(len(ids) + 1)}
+    assert len(edges) < len(text)  # tokens are longer than a character
+
+    @in_world(tokenizer=tokenizer, vocab_size=len(tokenizer))
+    async def scenario(world: World) -> None:
+        world.engine.reply = lambda prompt: [*ids, EOS]
+
+        async def both(**body: Any) -> tuple[str, int]:
+            whole = await world.complete([5], max_tokens=200, **body)
+            events = await world.events(prompt=[5], max_tokens=200, **body)
+            assert text_of(events) == whole["choices"][0]["text"]
+            reasons = [c["finish_reason"] for e in events[:-1] for c in e["choices"] if c["finish_reason"]]
+            assert reasons == [whole["choices"][0]["finish_reason"]] == ["stop"]
+            return whole["choices"][0]["text"], whole["usage"]["completion_tokens"]
+
+        assert await both() == (text, len(ids) + 1)
+        assert text.startswith("  ") and "\n    return" in text
+        inside = [
+            text[at:end]
+            for at in range(30)
+            for end in range(at + 6, at + 9)
+            if at not in edges and end not in edges and any(edge in edges for edge in range(at, end))
+        ]
+        assert len(inside) > 5
+        for stop in (*inside, *(text[at : at + 3] for at in range(30))):
+            shown, used = await both(stop=stop)
+            assert shown == text[: text.find(stop)]
+            assert used < len(ids)
+        assert (await both(stop=["daemon", "return"]))[0] == text[: text.find("return")]
+
+    scenario(tmp_path)
 
 
 @in_world()
@@ -871,6 +912,20 @@ async def test_metrics_add_up_with_usage(world: World) -> None:
     assert counted[f'pdctl_daemon_ready{{role="decode",slot="{slot}"}}'] == 0
     assert counted[f'pdctl_daemon_busy_seconds_total{{role="decode",slot="{slot}"}}'] == 1.5
     assert not any("_created" in name for name in counted)
+
+
+@in_world()
+async def test_every_metric_is_in_the_readme(world: World) -> None:
+    await world.complete(max_tokens=2)
+    text = (await world.http.get("/metrics")).text
+    served = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    written = set()
+    for name in re.findall(r"`(pdctl_[a-z_0-9{},]+)`", readme):
+        before, _, rest = name.partition("{")
+        middles, _, after = rest.partition("}")
+        written |= {before + middle + after for middle in middles.split(",")}
+    assert written == served
 
 
 POOL_STATES = ("free", "owned", "cached", "evictable")

@@ -437,8 +437,7 @@ def test_a_request_that_kills_daemons_is_given_up_and_its_cause_is_what_is_seen(
     log = cluster.cli("logs", "--tail", "100000").out
     first = log[log.index("Traceback") :]
     assert "index out of range" in first.split("Traceback")[1]
-    for noise in ("Exception ignored", "BufferError", "leaked", "resource_tracker"):
-        assert noise not in log
+    cluster.assert_no_noise()
 
 
 # --- too little ----------------------------------------------------------------------------------------------

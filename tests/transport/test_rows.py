@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -1011,3 +1014,29 @@ def test_two_routers_never_take_the_same_free_row(world: Any) -> None:
     assert taken != [row]
     assert world.router.rows.tokens(row, 0, 3) == [2, 2, 2]
     assert world.router.rows.tokens(taken[0], 0, 3) == [1, 2, 0]
+
+
+def test_keys_of_the_prefix_index_are_the_same_in_every_process() -> None:
+    """S06: they depend on tokens and segment alone, not on Python's own hashes; another dtype has other keys."""
+    code = (
+        "from pdctl.transport.layout import DType, Geometry\n"
+        "from pdctl.transport.pool import chain_hash\n"
+        "from pdctl.transport.segment import Segment\n"
+        "for dtype in DType:\n"
+        "    segment = Segment.anonymous(Geometry(num_blocks=4, block_tokens=4, num_layers=1, num_kv_heads=1,\n"
+        "                                         head_dim=1, dtype=dtype, max_rows=1, max_context=8))\n"
+        "    print(chain_hash(chain_hash(segment.pool.hash_seed(), [1, 2, 3, 4]), [5, 6, 7, 8]))\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.split()
+        for seed in ("0", "4242", "random")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 2
