@@ -74,6 +74,10 @@ def up(
     ] = 32,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Prompt tokens of one prefill step.")] = 256,
     max_batch: Annotated[int, typer.Option("--max-batch", help="Requests a decode daemon runs at once.")] = 32,
+    max_queue: Annotated[
+        int,
+        typer.Option("--max-queue", help="Requests that may wait for a daemon; beyond it: 429. 0: none waits."),
+    ] = 256,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached; Ctrl-C takes it down.")] = False,
     state_dir: StateDirOption = None,
 ) -> None:
@@ -110,6 +114,8 @@ def up(
         local_prefill_tokens=local_prefill_tokens,
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
+        max_queue=max_queue,
+        max_rows=config.rows_for(prefill, decode, max_batch),
     )
     if not segments_may_be_reclaimed(name):
         check_room(spec.geometry)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -26,6 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from pdctl.core.logprobs import chat_logprobs, completion_logprobs
+from pdctl.core.metrics import Metrics
 from pdctl.core.requests import (
     Choice,
     Delta,
@@ -36,9 +38,8 @@ from pdctl.core.requests import (
 )
 from pdctl.core.tokenizer import PromptError, SamplingDefaults, Tokenizer
 from pdctl.transport.errors import CapacityError, PdctlError, UsageError
-from pdctl.transport.layout import MAX_LOGPROBS, P
+from pdctl.transport.layout import MAX_LOGPROBS
 from pdctl.transport.rows import RowParams, RowState, TokenLogprobs
-from pdctl.transport.segment import ParticipantState, Role, Segment
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class ApiError(Exception):
 _ERROR_TYPES = {
     404: "not_found_error",
     408: "timeout_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -451,22 +453,29 @@ class Plan:
 class Answer:
     """The answer to one HTTP request: its choices, and the waiting for them.
 
+    Args:
+        observe: told of every choice that is done.
+
     Attributes:
         outcome: how the stream of events ended, for the log.
     """
 
-    def __init__(self, plan: Plan, client: RowClient, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, plan: Plan, client: RowClient, tokenizer: Tokenizer, observe: Callable[[Choice], None]
+    ) -> None:
         self.plan = plan
         self.choices: list[Choice] = []
         self.outcome = "streamed"
         self._client = client
         self._tokenizer = tokenizer
+        self._observe = observe
         self._news = asyncio.Event()
 
     async def submit(self) -> None:
         """Put all requests into rows, waiting for rows if need be. On an error, none is left in one."""
         plan = self.plan
         try:
+            self._client.admit(plan.rows[0].tokens)
             for index, row in enumerate(plan.rows):
                 stream = await self._client.submit(row, self._news.set)
                 self.choices.append(
@@ -503,6 +512,8 @@ class Answer:
                     delta = choice.advance()
                     if choice.failure is not None:
                         raise self._failure(choice)
+                    if choice.is_done:
+                        self._observe(choice)
                     if delta.token_ids or delta.text or choice.is_done:
                         yield choice, delta
                 waiting = [choice for choice in waiting if not choice.is_done]
@@ -650,7 +661,7 @@ def _deadline_error(plan: Plan) -> ApiError:
 def _submit_error(error: Exception, plan: Plan) -> ApiError | None:
     """What the client is told of an error of `RowClient.submit`; None: a bug."""
     if isinstance(error, QueueFullError):
-        return ApiError(503, f"overloaded: {error}", code="queue_full", retry_after_s=1)
+        return ApiError(429, f"overloaded: {error}", code="queue_full", retry_after_s=1)
     if isinstance(error, ShuttingDownError):
         return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
     if isinstance(error, TimeoutError):
@@ -700,42 +711,6 @@ class EventStream(Response):
 # --- the application ---------------------------------------------------------------------------------------
 
 
-class Readiness:
-    """What health answers, read from the segment's participants."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._was_ready = {Role.PREFILL: False, Role.DECODE: False}
-
-    def missing(self) -> list[str]:
-        """Roles of which no participant is ready right now."""
-        return [role.label for role in (Role.PREFILL, Role.DECODE) if not self._ready(role)]
-
-    def is_loading(self) -> bool:
-        """Whether a role has never been ready since this cluster began."""
-        for role, seen in self._was_ready.items():
-            if not seen:
-                slots = self._segment.slots(role)
-                self._was_ready[role] = any(self._segment.participant_word(s, P.READY_NS) for s in slots)
-                self._was_ready[role] |= self._ready(role)
-        return not all(self._was_ready.values())
-
-    def supervisor_lives(self) -> bool:
-        return any(self._lives(slot) for slot in self._segment.slots(Role.SUPERVISOR))
-
-    def _ready(self, role: Role) -> bool:
-        segment = self._segment
-        return any(
-            segment.participant_word(slot, P.STATE) == ParticipantState.READY and self._lives(slot)
-            for slot in segment.slots(role)
-        )
-
-    def _lives(self, slot: int) -> bool:
-        mapping = self._segment.mapping
-        # An anonymous segment has no file to hold locks on, and only this process in it.
-        return mapping.path is None or mapping.byte_is_held(slot + 1)
-
-
 class Api:
     """The handlers of all routes."""
 
@@ -744,7 +719,8 @@ class Api:
         self._tokenizer = tokenizer
         self._config = config
         self._geometry = client.segment.geometry
-        self._readiness = Readiness(client.segment)
+        self._readiness = client.readiness
+        self._metrics = Metrics(client)
         self._started = int(time.time())
 
     async def completions(self, http: Request) -> Response:
@@ -776,6 +752,10 @@ class Api:
         if missing or self._client.is_closing:
             return _json_response({"status": "not ready", "missing": missing}, 503)
         return _json_response({"status": "ready"})
+
+    async def metrics(self, http: Request) -> Response:
+        """What Prometheus scrapes."""
+        return Response(self._metrics.text(), media_type=Metrics.content_type)
 
     def _model_card(self) -> dict[str, object]:
         return {
@@ -813,8 +793,13 @@ class Api:
             raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
         if self._readiness.is_loading():
             raise ApiError(503, "the model is loading", code="loading", retry_after_s=1)
+        if absent := self._readiness.absent():
+            limit_s = self._readiness.absence_limit_s
+            message = f"no {' and no '.join(absent)} daemon has been ready for {limit_s:g} s: see pdctl status"
+            raise ApiError(503, message, code="no_daemon", retry_after_s=math.ceil(limit_s))
         prompts = await self._tokenize(request)
-        answer = Answer(self._plan(request, prompts, request_id, received_ns), self._client, self._tokenizer)
+        plan = self._plan(request, prompts, request_id, received_ns)
+        answer = Answer(plan, self._client, self._tokenizer, self._metrics.observe)
         await answer.submit()
         if request.stream:
             return EventStream(answer)
@@ -1005,6 +990,7 @@ def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) ->
         ("/v1/models/{model:path}", api.model, "GET"),
         ("/health", api.health, "GET"),
         ("/health/ready", api.ready, "GET"),
+        ("/metrics", api.metrics, "GET"),
     ):
         app.add_route(path, handler, methods=[method])
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdctl.core.detokenizer import StopChecker
+from pdctl.core.readiness import Readiness
 from pdctl.core.wake import Wake
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError
-from pdctl.transport.layout import LOGPROB_RING, R
+from pdctl.transport.layout import LOGPROB_RING, H, P, R
 from pdctl.transport.rows import OWNED, TERMINAL, FinishReason, RowParams, Rows, RowState, TokenLogprobs
 from pdctl.transport.segment import Participant, Role, Segment
 
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCAN_INTERVAL_S = 1.0
-QUEUE_LIMIT = 1024
 _TERMINAL = frozenset(map(int, TERMINAL))
 
 
 class QueueFullError(Exception):
-    """More requests wait for a row than may."""
+    """As many requests wait for a daemon as may."""
 
 
 class ShuttingDownError(Exception):
@@ -129,9 +129,13 @@ class RowStream:
         taken, self._pending_logprobs = self._pending_logprobs, []
         return taken
 
-    def cancel(self) -> None:
-        """Want no more of it: the row ends soon and is recycled then. Nothing happens after the end."""
-        self._client.cancel(self)
+    def cancel(self, *, enough: bool = False) -> None:
+        """Want no more of it: the row ends soon and is recycled then. Nothing happens after the end.
+
+        Args:
+            enough: because the answer is whole, not because nobody wants it: it counts as finished.
+        """
+        self._client.cancel(self, FinishReason.STOP if enough else FinishReason.NONE)
 
     def stats(self) -> RowStats:
         """As of now; as of the end once that is known."""
@@ -160,7 +164,11 @@ class RowClient:
         me: attached as router.
         bell: the own bell.
         local_prefill_tokens: see `Rows.submit`.
-        queue_limit: requests that may wait for a row.
+        max_batch: rows that one decode daemon runs at once.
+        max_queue: requests that may wait for a daemon, in a row or for one; see `admit`.
+
+    Attributes:
+        readiness: looked at once a second.
     """
 
     def __init__(
@@ -170,15 +178,18 @@ class RowClient:
         bell: Bell,
         *,
         local_prefill_tokens: int,
-        queue_limit: int = QUEUE_LIMIT,
+        max_batch: int,
+        max_queue: int,
     ) -> None:
         self.segment = segment
+        self.readiness = Readiness(segment)
         self._rows = segment.rows
         self._me = me
         self._bell = bell
         self._wake = Wake(segment, me.slot, bell)
         self._local_prefill_tokens = local_prefill_tokens
-        self._queue_limit = queue_limit
+        self._max_batch = max_batch
+        self._max_queue = max_queue
         self._live: dict[int, RowStream] = {}
         self._num_waiting = 0
         self._turn = asyncio.Lock()  # fair: first come, first served
@@ -197,7 +208,13 @@ class RowClient:
 
     @property
     def num_waiting(self) -> int:
+        """Requests that wait for a row."""
         return self._num_waiting
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that no daemon has worked on yet, in rows or waiting for one."""
+        return self._num_waiting + sum(map(self._rows.is_unclaimed, self._live))
 
     # --- life ----------------------------------------------------------------------------------------------
 
@@ -229,6 +246,38 @@ class RowClient:
 
     # --- requests ------------------------------------------------------------------------------------------
 
+    def admit(self, tokens: Sequence[int]) -> None:
+        """Refuse a request that would have to wait while as many wait already as may.
+
+        Its further prompts need no admission: they wait their turn for a row.
+
+        Args:
+            tokens: of its first prompt.
+
+        Raises:
+            QueueFullError: too many wait already.
+            ShuttingDownError: the router ends.
+        """
+        if self._closing:
+            raise ShuttingDownError
+        queued = self.num_queued
+        if queued >= self._max_queue and not self._starts_at_once(tokens):
+            self.segment.words[H.REJECTED] += 1
+            raise QueueFullError(f"{queued} requests wait for a daemon, at most {self._max_queue} may (--max-queue)")
+
+    def _starts_at_once(self, tokens: Sequence[int]) -> bool:
+        """Whether a daemon is free for it, and nobody else waits for that daemon."""
+        states = self._rows.states()
+        if self._num_waiting or int(RowState.FREE) not in states:
+            return False
+        if len(tokens) - 1 - self._rows.num_cached(tokens) <= self._local_prefill_tokens:
+            ahead, role, places = RowState.READY, Role.DECODE, self._max_batch
+        else:
+            ahead, role, places = RowState.QUEUED, Role.PREFILL, 1
+        slots = self.readiness.ready_slots(role)
+        free = sum(max(0, places - self.segment.participant_word(slot, P.LOAD)) for slot in slots)
+        return states.count(int(ahead)) < free
+
     async def submit(self, request: RowRequest, on_news: Callable[[], None]) -> RowStream:
         """Put a request into a row, once there is one.
 
@@ -237,13 +286,10 @@ class RowClient:
 
         Raises:
             UsageError, CapacityError: it can never fit.
-            QueueFullError: too many wait already.
             ShuttingDownError: the router ends.
             TimeoutError: no row before its deadline.
         """
-        if self._num_waiting >= self._queue_limit:
-            raise QueueFullError(f"{self._num_waiting} requests wait for a row already")
-        self._num_waiting += 1
+        self._count_waiting(1)
         try:
             async with asyncio.timeout_at(request.deadline_ns / 1e9), self._turn:
                 while True:
@@ -266,7 +312,7 @@ class RowClient:
                 stream = RowStream(self, request, claim.row, claim.generation, on_news)
                 self._live[claim.row] = stream
         finally:
-            self._num_waiting -= 1
+            self._count_waiting(-1)
         state = self._rows.state(claim.row)
         if state is RowState.QUEUED:
             self._wake.for_work(Role.PREFILL)
@@ -274,15 +320,20 @@ class RowClient:
             self._wake.for_work(Role.DECODE)
         return stream
 
-    def cancel(self, stream: RowStream) -> None:
+    def _count_waiting(self, change: int) -> None:
+        self._num_waiting += change
+        self._me.put(P.WAITING, self._num_waiting)
+
+    def cancel(self, stream: RowStream, reason: FinishReason = FinishReason.NONE) -> None:
         if stream.end is None:
-            stream.close(RowEnd(state=RowState.CANCELLED))
+            stream.close(RowEnd(state=RowState.CANCELLED, reason=reason))
             self._cancel_row(stream)
 
     def _cancel_row(self, stream: RowStream) -> None:
         row = stream.row
+        enough = stream.end is not None and stream.end.reason is FinishReason.STOP
         try:
-            self._rows.cancel(row, stream.generation)
+            self._rows.cancel(row, stream.generation, enough=enough)
         except PdctlError as error:  # the lock is held by a stopped process; the timer tries again
             log.warning("%s: cancelling row %d: %s", stream.request.request_id, row, error)
             return
@@ -326,6 +377,7 @@ class RowClient:
 
     def _on_timer(self) -> None:
         """Bells may be lost, and cancelling may have had to wait: once a second look at everything."""
+        self.readiness.look()
         self._timer = asyncio.get_running_loop().call_later(SCAN_INTERVAL_S, self._on_timer)
         for stream in list(self._live.values()):
             if stream.end is not None:
@@ -467,7 +519,7 @@ class Choice:
             text += shown
             if stopped:
                 self.finish_reason = "stop"
-                self.stream.cancel()
+                self.stream.cancel(enough=True)
                 return ids[:number], text, offsets
         return ids, text, offsets
 

@@ -139,6 +139,8 @@ class H(IntEnum):
     FAILED = 141
     CANCELLED = 142
     BAD_BLOCKS = 143
+    OUTPUT_TOKENS = 144  # of rows that have ended
+    REJECTED = 145  # written by the router alone, outside sections
 
 
 class P(IntEnum):
@@ -157,6 +159,7 @@ class P(IntEnum):
     READY_NS = 10
     ATTACHED_NS = 11
     WANTS_ROOM = 12  # order + 1 of a row that blocks are wanted for: ring when some come free
+    WAITING = 13  # of a router: requests that wait for a row
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 MAX_DEATHS_ALONE = 3
 _TOKEN_MASK = 0xFFFFFFFF
+# What R.CANCEL holds: no wish, "nobody wants it any more", or "what there is of it is all that was wanted".
+_LEFT, _ENOUGH = 1, 2
 _KV_LEN, _NUM_TOKENS, _ATTEMPTS, _CANCEL, _PREEMPT = map(
     int, (R.KV_LEN, R.NUM_TOKENS, R.ATTEMPTS, R.CANCEL, R.PREEMPT)
 )
@@ -235,6 +237,12 @@ class Rows:
         if len(found) > 1:
             found.sort(key=lambda row: self.get(row, R.ORDER))
         return found
+
+    def is_unclaimed(self, row: int) -> bool:
+        """Whether a request waits in this row that no daemon has worked on yet."""
+        if self.state(row) not in (RowState.QUEUED, RowState.READY):
+            return False
+        return not self.get(row, R.PREFILL_SLOT) and not self.get(row, R.DECODE_SLOT)
 
     def owned_by(self, slot: int, incarnation: int) -> list[int]:
         return [
@@ -455,11 +463,16 @@ class Rows:
         }
         for name, value in fields.items():
             words[base + name] = value
-        cached = len(self._pool.match(tokens, (len(tokens) - 1) // g.block_tokens)) * g.block_tokens
+        cached = self.num_cached(tokens)
         words[base + R.CACHED_TOKENS] = cached  # a forecast, until the first claim
         direct = len(tokens) - 1 - cached <= local_prefill_tokens
         self._move_own(row, RowState.READY if direct else RowState.QUEUED, Actor.ROUTER)
         return Claim(row=row, generation=generation, num_tokens=len(tokens), kv_len=0)
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many of a prompt's tokens a claim would find in the cache now."""
+        size = self._layout.geometry.block_tokens
+        return len(self._pool.match(tokens, (len(tokens) - 1) // size)) * size
 
     def _take_free_row(self, me: Participant) -> int | None:
         while True:
@@ -490,12 +503,16 @@ class Rows:
                 self._move(section, row, RowState.FILLING, Actor.ROUTER)
                 return row
 
-    def cancel(self, row: int, generation: int, actor: Actor = Actor.ROUTER) -> None:
-        """Wish a row's end: its owner ends it before the next chunk or step; without an owner it ends now."""
+    def cancel(self, row: int, generation: int, actor: Actor = Actor.ROUTER, *, enough: bool = False) -> None:
+        """Wish a row's end: its owner ends it before the next chunk or step; without an owner it ends now.
+
+        Args:
+            enough: its client has the whole answer (a stop string came): it counts as finished.
+        """
         base = self._layout.row(row)
         if self._words[base + R.GENERATION] != generation:
             return
-        self._words[base + _CANCEL] = 1
+        self._words[base + _CANCEL] = _ENOUGH if enough else _LEFT
         if self.state(row) not in (RowState.QUEUED, RowState.READY):
             return
         with self._lock.section(Op.CANCEL, row) as section:
@@ -830,8 +847,13 @@ class Rows:
     # --- inside a section ----------------------------------------------------------------------------------
 
     def _end(self, section: Section, row: int, to: RowState, actor: Actor) -> None:
+        base = self._layout.row(row)
         self._release_blocks(section, row)
-        section.add({RowState.FINISHED: H.FINISHED, RowState.CANCELLED: H.CANCELLED}.get(to, H.FAILED), 1)
+        outcome = {RowState.FINISHED: H.FINISHED, RowState.CANCELLED: H.CANCELLED}.get(to, H.FAILED)
+        if to is RowState.CANCELLED and self._words[base + _CANCEL] == _ENOUGH:
+            outcome = H.FINISHED
+        section.add(outcome, 1)
+        section.add(H.OUTPUT_TOKENS, self.count_tokens(row) - self._words[base + R.NUM_PROMPT])
         self._move(section, row, to, actor)
 
     def _release_blocks(self, section: Section, row: int) -> None:

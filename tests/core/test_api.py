@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizer_kinds import CORPUS, MANY, build
 
 from pdctl.core.api import MAX_BODY_BYTES, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_PROMPTS, ServerConfig, create_app
 from pdctl.core.requests import RowClient
@@ -178,13 +180,20 @@ class World:
         self.engine = Engine(self.segment, run_dir)
         self.supervisor = self.segment.attach(Role.SUPERVISOR)
         me = self.segment.attach(Role.ROUTER)
-        self.client = RowClient(self.segment, me, Bell(run_dir, me.slot), local_prefill_tokens=4, queue_limit=4)
+        self.client = RowClient(
+            self.segment,
+            me,
+            Bell(run_dir, me.slot),
+            local_prefill_tokens=4,
+            max_batch=8,
+            max_queue=options.get("max_queue", 16),
+        )
         self.app = create_app(
             self.client,
-            Tokenizer(inner_tokenizer(template=options.get("template", True))),
+            options.get("tokenizer") or Tokenizer(inner_tokenizer(template=options.get("template", True))),
             ServerConfig(
                 model_name=MODEL,
-                vocab_size=259,
+                vocab_size=options.get("vocab_size", 259),
                 eos_token_ids=(EOS,),
                 sampling=options.get("sampling", SamplingDefaults()),
                 request_timeout_s=options.get("request_timeout_s", 60),
@@ -209,6 +218,16 @@ class World:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         return parse_events(response.content)
+
+    async def metrics(self) -> dict[str, float]:
+        """Samples by name and labels, as they stand in the text."""
+        response = await self.http.get("/metrics")
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain; version=")
+        lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+        samples = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        assert len(samples) == len(lines)
+        return samples
 
     async def settle(self) -> None:
         while self.client.num_live:
@@ -412,13 +431,53 @@ async def test_stop_strings_cut_at_their_first_occurrence(world: World) -> None:
     assert answer["choices"][0]["text"] == TEXT[: TEXT.find("one")]
 
 
+@pytest.mark.parametrize("kind", MANY)
+def test_stops_and_spaces_do_not_follow_the_tokens(tmp_path: Path, kind: str) -> None:
+    """S16, S17, S18: tokens of several characters; stops that begin and end inside them, spaces at all places."""
+    tokenizer = build(kind)
+    ids = tokenizer.encode("    indented\n" + CORPUS[1] + CORPUS[0])
+    text = tokenizer.decode(ids)
+    edges = {len(tokenizer.decode(ids[:number])) for number in range(len(ids) + 1)}
+    assert len(edges) < len(text)  # tokens are longer than a character
+
+    @in_world(tokenizer=tokenizer, vocab_size=len(tokenizer))
+    async def scenario(world: World) -> None:
+        world.engine.reply = lambda prompt: [*ids, EOS]
+
+        async def both(**body: Any) -> tuple[str, int]:
+            whole = await world.complete([5], max_tokens=200, **body)
+            events = await world.events(prompt=[5], max_tokens=200, **body)
+            assert text_of(events) == whole["choices"][0]["text"]
+            reasons = [c["finish_reason"] for e in events[:-1] for c in e["choices"] if c["finish_reason"]]
+            assert reasons == [whole["choices"][0]["finish_reason"]] == ["stop"]
+            return whole["choices"][0]["text"], whole["usage"]["completion_tokens"]
+
+        assert await both() == (text, len(ids) + 1)
+        assert text.startswith("  ") and "\n    return" in text
+        inside = [
+            text[at:end]
+            for at in range(30)
+            for end in range(at + 6, at + 9)
+            if at not in edges and end not in edges and any(edge in edges for edge in range(at, end))
+        ]
+        assert len(inside) > 5
+        for stop in (*inside, *(text[at : at + 3] for at in range(30))):
+            shown, used = await both(stop=stop)
+            assert shown == text[: text.find(stop)]
+            assert used < len(ids)
+        assert (await both(stop=["daemon", "return"]))[0] == text[: text.find("return")]
+
+    scenario(tmp_path)
+
+
 @in_world()
 async def test_stop_string_ends_the_row_early(world: World) -> None:
     world.engine.reply = lambda prompt: ids_of("ab")
     await world.complete(max_tokens=200, stop="b")
     await world.settle()
     words = world.segment.words
-    assert (words[H.CANCELLED], words[H.FINISHED]) == (1, 0)
+    # The answer was whole.
+    assert (words[H.CANCELLED], words[H.FINISHED]) == (0, 1)
 
 
 @in_world()
@@ -977,17 +1036,155 @@ async def test_failures_carry_their_cause(world: World) -> None:
     await world.complete(max_tokens=1)
 
 
-@in_world(max_rows=2)
+@in_world(max_rows=2, max_queue=6)
 async def test_queue_limit_and_retry_after(world: World) -> None:
     world.engine.paused = True
     tasks = [asyncio.create_task(world.post(prompt="ab", max_tokens=2)) for _ in range(2 + 4)]
     while world.client.num_waiting < 4:
         await asyncio.sleep(0.001)
     refused = await world.post(prompt="ab", stream=True)
-    assert check_error(refused, 503)["code"] == "queue_full"
+    error = check_error(refused, 429)
+    assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
     assert refused.headers["retry-after"] == "1"
+    assert (await world.metrics())["pdctl_requests_waiting"] == 6
     world.engine.paused = False
     assert [(await task).status_code for task in tasks] == [200] * 6
+    counted = await world.metrics()
+    assert counted["pdctl_requests_waiting"] == 0
+    assert counted['pdctl_requests_total{outcome="rejected"}'] == 1
+
+
+@in_world(max_rows=2, max_queue=1)
+async def test_prompts_of_one_request_wait_for_their_turn(world: World) -> None:
+    """A list longer than the queue is one request: it is admitted as a whole, or not."""
+    answer = await world.complete([f"p{number}" for number in range(9)], max_tokens=2)
+    assert len(answer["choices"]) == 9
+    world.engine.paused = True
+    task = asyncio.create_task(world.post(prompt="ab", max_tokens=1))
+    while not world.client.num_live:
+        await asyncio.sleep(0.001)
+    world.engine.decode.put(P.LOAD, 8)
+    check_error(await world.post(prompt=["ab", "cd"]), 429)
+    world.engine.decode.put(P.LOAD, 0)
+    assert world.client.num_live == 1
+    world.engine.paused = False
+    assert (await task).status_code == 200
+
+
+@in_world()
+async def test_a_role_without_daemons_refuses(world: World) -> None:
+    await world.complete(max_tokens=1)
+    world.client.readiness.absence_limit_s = 0.05
+    world.engine.decode.put(P.STATE, ParticipantState.STARTING)
+    await world.complete(max_tokens=1)  # gone for a moment: worth waiting
+    await asyncio.sleep(0.06)
+    for stream in (False, True):
+        refused = await world.post(prompt="ab", stream=stream)
+        error = check_error(refused, 503)
+        assert error["code"] == "no_daemon" and "no decode daemon" in error["message"]
+        assert refused.headers["retry-after"] == "1"
+    world.engine.decode.put(P.STATE, ParticipantState.READY)
+    await world.complete(max_tokens=1)
+
+
+@in_world(num_blocks=10, max_rows=2)
+async def test_what_can_never_fit_is_refused_and_what_fits_is_served(world: World) -> None:
+    """S45: the pool holds 80 tokens, the context 256; the first is refused with both numbers, nobody waits for it."""
+    for stream in (False, True):
+        error = check_error(await world.post(prompt="x" * 100, max_tokens=1, stream=stream), 400, "prompt")
+        assert error["code"] == "capacity_exceeded"
+        assert "13 blocks" in error["message"] and "the pool has 10" in error["message"]
+        assert (world.client.num_live, world.client.num_queued) == (0, 0)
+        assert (await world.complete("ab", max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------
+
+
+@in_world(num_blocks=40)
+async def test_metrics_add_up_with_usage(world: World) -> None:
+    """Prompt, cached and generated tokens of all requests; outcomes; histograms of those that were answered."""
+
+    def reply(prompt: list[int]) -> list[int]:
+        for row in world.segment.rows.in_state(RowState.DECODING):
+            world.segment.rows.publish(row)
+        return ids_of(TEXT)
+
+    world.engine.reply = reply
+    prompts = ["x" * 30, "x" * 30, "x" * 20, "y" * 25, "ab", "x" * 30 + "z" * 9]
+    usages = [(await world.complete(prompt, max_tokens=7))["usage"] for prompt in prompts]
+    usages.append((await world.complete(["x" * 30, "y" * 25], max_tokens=3))["usage"])
+    await world.settle()
+    counted = await world.metrics()
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert cached > 0
+    assert counted["pdctl_prefix_cache_hit_tokens_total"] == cached
+    assert counted["pdctl_prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+    generated = sum(usage["completion_tokens"] for usage in usages)
+    assert counted["pdctl_generation_tokens_total"] == generated
+    assert counted['pdctl_requests_total{outcome="finished"}'] == 8
+    assert counted["pdctl_request_prompt_tokens_sum"] == counted["pdctl_prompt_tokens_total"]
+    assert counted["pdctl_request_generation_tokens_sum"] == generated
+    assert counted['pdctl_request_generation_tokens_bucket{le="5.0"}'] == 2
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "time_per_output_token"):
+        assert counted[f"pdctl_{name}_seconds_count"] == 8, name
+    # Of prompts that a prefill daemon saw.
+    assert 0 < counted["pdctl_handover_seconds_count"] < 8
+    assert sum(counted[f'pdctl_pool_blocks{{state="{state}"}}'] for state in POOL_STATES) == 40
+    assert counted['pdctl_pool_blocks{state="evictable"}'] == world.segment.words[H.LRU_COUNT] > 0
+    assert counted['pdctl_rows{state="free"}'] == 8
+    slot = world.engine.decode.slot
+    assert counted[f'pdctl_daemon_ready{{role="decode",slot="{slot}"}}'] == 1
+    world.engine.decode.put(P.STATE, ParticipantState.STOPPING)
+    world.engine.decode.put(P.BUSY_NS, 1_500_000_000)
+    counted = await world.metrics()
+    assert counted[f'pdctl_daemon_ready{{role="decode",slot="{slot}"}}'] == 0
+    assert counted[f'pdctl_daemon_busy_seconds_total{{role="decode",slot="{slot}"}}'] == 1.5
+    assert not any("_created" in name for name in counted)
+
+
+@in_world()
+async def test_every_metric_is_in_the_readme(world: World) -> None:
+    await world.complete(max_tokens=2)
+    text = (await world.http.get("/metrics")).text
+    served = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    written = set()
+    for name in re.findall(r"`(pdctl_[a-z_0-9{},]+)`", readme):
+        before, _, rest = name.partition("{")
+        middles, _, after = rest.partition("}")
+        written |= {before + middle + after for middle in middles.split(",")}
+    assert written == served
+
+
+POOL_STATES = ("free", "owned", "cached", "evictable")
+
+
+@in_world()
+async def test_metrics_of_rows_under_way_and_of_what_did_not_finish(world: World) -> None:
+    world.engine.reply = lambda prompt: ids_of("x")
+    leave = asyncio.Event()
+    call = asyncio.create_task(call_and_leave(world, stream=True, leave=leave))
+    rows = world.segment.rows
+    while sum(map(rows.count_tokens, rows.in_state(RowState.DECODING))) < 20:
+        await asyncio.sleep(0)
+    before = await world.metrics()
+    assert before["pdctl_generation_tokens_total"] > 10
+    assert before['pdctl_rows{state="decoding"}'] == 1
+    leave.set()
+    await call
+    await world.settle()
+    world.engine.failure = "out of luck"
+    await world.post(prompt="ab")
+    world.engine.failure = ""
+    await world.complete(stop="x")
+    await world.settle()
+    after = await world.metrics()
+    outcomes = {"finished": 1, "cancelled": 1, "failed": 1, "rejected": 0}
+    assert {name: after[f'pdctl_requests_total{{outcome="{name}"}}'] for name in outcomes} == outcomes
+    assert after["pdctl_generation_tokens_total"] >= before["pdctl_generation_tokens_total"]
+    assert after["pdctl_e2e_request_latency_seconds_count"] == 1
+    assert after["pdctl_request_generation_tokens_sum"] == 1
 
 
 @in_world(request_timeout_s=0.1)

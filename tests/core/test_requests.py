@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdctl.core.detokenizer import IncrementalDetokenizer
+from pdctl.core.readiness import Readiness
 from pdctl.core.requests import (
     Choice,
     QueueFullError,
@@ -20,12 +21,14 @@ from pdctl.core.requests import (
 )
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import DeadlineError
-from pdctl.transport.layout import LOGPROB_RING, DType, Geometry, P, R
+from pdctl.transport.layout import LOGPROB_RING, DType, Geometry, H, P, R
 from pdctl.transport.recovery import verify
 from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState, TokenLogprobs
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
 EOS = 0
+# With 2 tokens of local prefill: a prompt for a prefill daemon, and one for decode.
+LONG, SHORT = list(b"0123456789"), list(b"abc")
 
 
 class ByteTokenizer:
@@ -42,7 +45,7 @@ def logprobs_of(token: int) -> TokenLogprobs:
 class World:
     """A segment, a router, and both daemons' bells."""
 
-    def __init__(self, run_dir: Path, *, max_rows: int = 4, queue_limit: int = 8) -> None:
+    def __init__(self, run_dir: Path, *, max_rows: int = 4, max_queue: int = 8, max_batch: int = 2) -> None:
         self.segment = Segment.anonymous(
             Geometry(
                 num_blocks=64,
@@ -65,7 +68,11 @@ class World:
         self.decode_bell = Bell(run_dir, self.decode.slot)
         self.me = self.segment.attach(Role.ROUTER)
         self.bell = Bell(run_dir, self.me.slot)
-        self.client = RowClient(self.segment, self.me, self.bell, local_prefill_tokens=2, queue_limit=queue_limit)
+        self.client = RowClient(
+            self.segment, self.me, self.bell, local_prefill_tokens=2, max_batch=max_batch, max_queue=max_queue
+        )
+        for daemon in (self.prefill, self.decode):
+            daemon.put(P.STATE, ParticipantState.READY)
         self.news = asyncio.Event()
 
     async def submit(
@@ -229,17 +236,92 @@ def test_requests_wait_for_rows_in_order(tmp_path: Path) -> None:
 
 def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
-        await world.submit()
+        first = await world.submit()
+        world.claim(first.row)
         waiting = [asyncio.create_task(world.submit(timeout_s=0.05)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError):
-            await world.submit()
+        assert world.me.get(P.WAITING) == world.client.num_queued == 2
+        with pytest.raises(QueueFullError, match="2 requests wait for a daemon, at most 2 may"):
+            world.client.admit(LONG)
+        assert world.segment.words[H.REJECTED] == 1
         for task in waiting:
             with pytest.raises(TimeoutError):
                 await task
-        assert world.client.num_waiting == 0
+        assert world.me.get(P.WAITING) == world.client.num_waiting == 0
+        world.client.admit(LONG)
 
-    play(tmp_path, scenario, max_rows=1, queue_limit=2)
+    play(tmp_path, scenario, max_rows=1, max_queue=2)
+
+
+def test_rows_that_no_daemon_has_begun_are_in_the_queue(tmp_path: Path) -> None:
+    """Claimed once, a request has left it, even if it waits for its next daemon."""
+
+    async def scenario(world: World) -> None:
+        first, second = await world.submit(), await world.submit(b"abc")
+        assert world.client.num_queued == 2
+        with pytest.raises(QueueFullError):
+            world.client.admit(LONG)
+        assert world.rows.claim(world.prefill, first.row, alone=True) is not None
+        assert world.client.num_queued == 1
+        world.client.admit(LONG)
+        world.rows.commit_kv(first.row, 9)
+        world.rows.hand_over(first.row)
+        assert world.client.num_queued == 1
+        world.claim(second.row)
+        assert world.client.num_queued == 0
+        assert world.segment.words[H.REJECTED] == 1
+
+    play(tmp_path, scenario, max_queue=2, max_batch=1)
+
+
+def test_with_no_queue_whoever_finds_a_free_daemon_is_served(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.client.admit(LONG)
+        row = (await world.submit()).row
+        for busy in (False, True):
+            if busy:  # the only prefill daemon has a row
+                assert world.rows.claim(world.prefill, row, alone=True) is not None
+                world.prefill.put(P.LOAD, 1)
+            with pytest.raises(QueueFullError):
+                world.client.admit(LONG)
+            world.client.admit(SHORT)  # decode is free, and that is where a short prompt goes
+        world.decode.put(P.LOAD, 1)
+        world.client.admit(SHORT)
+        world.decode.put(P.LOAD, 2)
+        with pytest.raises(QueueFullError):
+            world.client.admit(SHORT)
+        world.decode.put(P.LOAD, 0)
+        world.decode.put(P.STATE, ParticipantState.STOPPING)
+        with pytest.raises(QueueFullError):
+            world.client.admit(SHORT)
+        world.rows.put_back(row, Actor.PREFILL)
+
+    play(tmp_path, scenario, max_queue=0, max_batch=2)
+
+
+def test_without_a_free_row_nobody_starts_at_once(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.submit(b"abc")
+        with pytest.raises(QueueFullError):
+            world.client.admit(SHORT)
+
+    play(tmp_path, scenario, max_queue=0, max_rows=1)
+
+
+def test_a_role_that_lacks_is_told_after_a_moment(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        readiness = Readiness(world.segment, absence_limit_s=0.05)
+        assert readiness.absent() == []
+        world.decode.put(P.STATE, ParticipantState.STARTING)
+        assert (readiness.missing(), readiness.absent()) == (["decode"], [])
+        await asyncio.sleep(0.06)
+        assert readiness.absent() == ["decode"]
+        world.decode.put(P.STATE, ParticipantState.READY)
+        assert readiness.absent() == []
+        world.decode.put(P.STATE, ParticipantState.STARTING)
+        assert readiness.absent() == []
+
+    play(tmp_path, scenario)
 
 
 def test_cancel_without_an_owner_ends_at_once(tmp_path: Path) -> None:
@@ -336,6 +418,8 @@ def test_shutdown_ends_streams_waiters_and_rows(tmp_path: Path) -> None:
             await waiter
         with pytest.raises(ShuttingDownError):
             await world.submit()
+        with pytest.raises(ShuttingDownError):
+            world.client.admit(LONG)
 
     play(tmp_path, scenario, max_rows=1)
 
@@ -385,7 +469,7 @@ def test_a_stop_string_cancels_the_row_and_counts_to_its_last_token(tmp_path: Pa
         delta = choice.advance()
         assert (delta.text, delta.token_ids) == ("l", list(b"lo"))
         assert (choice.finish_reason, choice.num_tokens) == ("stop", 5)
-        assert world.rows.get(stream.row, R.CANCEL) == 1
+        assert world.rows.get(stream.row, R.CANCEL)
 
     play(tmp_path, scenario)
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -560,6 +563,25 @@ def test_a_prompt_is_counted_once_however_often_it_changes_hands(world: Any) -> 
     assert world.decode.claim(claim.row, local=0) is None
     assert world.prefill.claim(claim.row) is not None
     assert (words[H.PROMPT_TOKENS] - base[0], words[H.CACHED_TOKENS] - base[1]) == (12, 4)
+    # Preempted, it finds what it computed itself in the cache: no hit, and the client was told of four already.
+    world.prefill.prefill(claim.row)
+    assert world.prefill.rows.preempt(claim.row, Actor.PREFILL)
+    assert world.prefill.claim(claim.row) is not None
+    assert world.prefill.rows.get(claim.row, R.KV_LEN) > 4
+    assert (words[H.PROMPT_TOKENS] - base[0], words[H.CACHED_TOKENS] - base[1]) == (12, 4)
+    assert world.prefill.rows.get(claim.row, R.CACHED_TOKENS) == 4
+
+
+def test_output_tokens_and_outcomes_are_counted_at_the_end(world: Any) -> None:
+    words, rows = world.mapping.words, world.router.rows
+    for enough, counter in ((False, H.CANCELLED), (True, H.FINISHED)):
+        before = words[counter], words[H.OUTPUT_TOKENS]
+        claim = world.decoding([0, 1, 2, 1, 0], 20, steps=3)
+        rows.cancel(claim.row, claim.generation, enough=enough)
+        assert words[H.OUTPUT_TOKENS] == before[1]
+        world.decode.rows.end_cancelled(claim.row, Actor.DECODE)
+        assert (words[counter], words[H.OUTPUT_TOKENS]) == (before[0] + 1, before[1] + 3)
+        assert rows.recycle(claim.row, claim.generation)
 
 
 @pytest.mark.parametrize("local", [1, 2])
@@ -1125,3 +1147,29 @@ def test_two_routers_never_take_the_same_free_row(world: Any) -> None:
     assert taken != [row]
     assert world.router.rows.tokens(row, 0, 3) == [2, 2, 2]
     assert world.router.rows.tokens(taken[0], 0, 3) == [1, 2, 0]
+
+
+def test_keys_of_the_prefix_index_are_the_same_in_every_process() -> None:
+    """S06: they depend on tokens and segment alone, not on Python's own hashes; another dtype has other keys."""
+    code = (
+        "from pdctl.transport.layout import DType, Geometry\n"
+        "from pdctl.transport.pool import chain_hash\n"
+        "from pdctl.transport.segment import Segment\n"
+        "for dtype in DType:\n"
+        "    segment = Segment.anonymous(Geometry(num_blocks=4, block_tokens=4, num_layers=1, num_kv_heads=1,\n"
+        "                                         head_dim=1, dtype=dtype, max_rows=1, max_context=8))\n"
+        "    print(chain_hash(chain_hash(segment.pool.hash_seed(), [1, 2, 3, 4]), [5, 6, 7, 8]))\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.split()
+        for seed in ("0", "4242", "random")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 2
