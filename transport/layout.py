@@ -124,7 +124,7 @@ class H(IntEnum):
 
 
 class P(IntEnum):
-    """Participant words. All but ROLE..INCARNATION are written by the participant alone."""
+    """Participant words. All but ROLE..INCARNATION and DRAIN, the supervisor's wish, are the participant's own."""
 
     ROLE = 0
     PID = 1
@@ -138,6 +138,7 @@ class P(IntEnum):
     BIT_EXACT = 9
     READY_NS = 10
     ATTACHED_NS = 11
+    INDEX = 12  # of its role: 0 for decode-0
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17
