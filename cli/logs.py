@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -52,17 +53,20 @@ def logs(
             if part.exists():
                 with part.open(errors="replace") as text:
                     last.extend(line.rstrip("\n") for line in text if grep is None or grep in line)
-        stamp = ""
-        for number, line in enumerate(last):
-            # A traceback's lines stay with the line that they follow.
-            stamp = line[:24] if line[:4].isdigit() else stamp
-            lines.append((stamp, file.stem, number, line))
-    for _, stem, _, line in sorted(lines, key=lambda one: one[:3]):
-        follower.print_line(stem, line)
-    sys.stdout.flush()
+        lines += _stamped(file.stem, last)
+    follower.print(lines)
     while follow:
         follower.print_new()
         time.sleep(POLL_S)
+
+
+def _stamped(stem: str, lines: Iterable[str]) -> list[tuple[str, str, int, str]]:
+    """(time, process, place, line) of a process's lines; a traceback's lines stay with the line that they follow."""
+    stamp, found = "", []
+    for number, line in enumerate(lines):
+        stamp = line[:24] if line[:4].isdigit() else stamp
+        found.append((stamp, stem, number, line))
+    return found
 
 
 class Follower:
@@ -76,7 +80,7 @@ class Follower:
     def __init__(self, directory: Path, pattern: str = "*.log", grep: str | None = None) -> None:
         self._directory = directory
         self._pattern = pattern
-        self._grep = None if grep is None else grep.encode()
+        self._grep = grep
         self._width = 0
         self._places = {file: file.stat().st_size for file in self._files()}
 
@@ -85,11 +89,9 @@ class Follower:
         self._width = max((len(file.stem) for file in files), default=0)
         return files
 
-    def print_line(self, stem: str, line: str) -> None:
-        sys.stdout.write(f"{stem:{self._width}} | {line}\n")
-
     def print_new(self) -> None:
         """Print the lines that have become whole since the last time."""
+        found: list[tuple[str, str, int, str]] = []
         for file in self._files():
             place = self._places.get(file, 0)
             with contextlib.suppress(FileNotFoundError), file.open("rb") as log:
@@ -100,7 +102,12 @@ class Follower:
                 while lines and not lines[-1].endswith(b"\n"):
                     lines.pop()
                 self._places[file] = place + sum(map(len, lines))
-                for line in lines:
-                    if self._grep is None or self._grep in line:
-                        self.print_line(file.stem, line.decode(errors="replace").rstrip("\n"))
+                texts = [line.decode(errors="replace").rstrip("\n") for line in lines]
+                found += _stamped(file.stem, [text for text in texts if self._grep is None or self._grep in text])
+        self.print(found)
+
+    def print(self, lines: list[tuple[str, str, int, str]]) -> None:
+        """Print lines of several processes, as `_stamped` gives them, in the order of their times."""
+        for _, stem, _, line in sorted(lines, key=lambda one: one[:3]):
+            sys.stdout.write(f"{stem:{self._width}} | {line}\n")
         sys.stdout.flush()
