@@ -8,6 +8,7 @@ import typer
 
 from pdctl.cli.options import (
     DEFAULT_CLUSTER,
+    DEFAULT_TIMEOUT_S,
     JsonOption,
     NameOption,
     StateDirOption,
@@ -28,14 +29,15 @@ def drain(
     force: Annotated[
         bool, typer.Option("--force", help="Also the last one of its role: requests then wait.")
     ] = False,
-    timeout: TimeoutOption = 120.0,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let a daemon stand idle: the others take its requests over as they are.
 
-    It stays drained, also when it is restarted, until --undo or until it is scaled away.
+    It stays drained, also when it is restarted, until --undo or until it is
+    scaled away.
     """
     from pdctl.core.control_client import ask
 

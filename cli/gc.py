@@ -18,7 +18,8 @@ def gc(
 ) -> None:
     """Remove what crashed clusters left: segments in shared memory, state files, with --logs also logs.
 
-    Looks at all of this user's segments, of whatever state directory. Never touches what a living process holds.
+    Looks at all of this user's segments, of whatever state directory. Never
+    touches what a living process holds.
     """
     import dataclasses
 

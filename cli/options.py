@@ -30,6 +30,7 @@ StateDirOption = Annotated[
         show_default=False,
     ),
 ]
+DEFAULT_TIMEOUT_S = 120.0
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, max=86400, help="Seconds until this command stops waiting.")
 ]
@@ -56,6 +57,7 @@ def state_dir_of(given: Path | None) -> Path:
 
 __all__ = [
     "DEFAULT_CLUSTER",
+    "DEFAULT_TIMEOUT_S",
     "JsonOption",
     "NameOption",
     "StateDirOption",

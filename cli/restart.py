@@ -8,6 +8,7 @@ import typer
 
 from pdctl.cli.options import (
     DEFAULT_CLUSTER,
+    DEFAULT_TIMEOUT_S,
     JsonOption,
     NameOption,
     StateDirOption,
@@ -28,15 +29,15 @@ def restart(
             show_default=False,
         ),
     ] = None,
-    timeout: TimeoutOption = 120.0,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replace processes, each when the one before is ready; also one that gave up after too many deaths.
 
-    Streams go on: what a daemon works on is taken up where it stands. Only the router's end cuts them, so it
-    is restarted by name alone.
+    Streams go on: what a daemon works on is taken up where it stands. Only the
+    router's end cuts them, so it is restarted by name alone.
     """
     from pdctl.core.control_client import ask
 

@@ -8,6 +8,7 @@ import typer
 
 from pdctl.cli.options import (
     DEFAULT_CLUSTER,
+    DEFAULT_TIMEOUT_S,
     JsonOption,
     NameOption,
     StateDirOption,
@@ -29,21 +30,21 @@ def scale(
     numbers: Annotated[
         list[str],
         typer.Argument(
-            metavar="ROLE=N...",
+            metavar="ROLE=N",
             help="decode=2, prefill=1, or both.",
             autocompletion=complete_role,
             show_default=False,
         ),
     ],
-    timeout: TimeoutOption = 120.0,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Have N daemons of a role; returns when they are ready, or gone.
 
-    Those with the highest numbers leave first. What they work on goes on with the others where it stands:
-    nothing is computed again.
+    The highest-numbered leave first. What they work on goes on with the others
+    where it stands: nothing is computed again.
     """
     from pdctl.core.control_client import ask
 

@@ -81,8 +81,8 @@ def up(
 ) -> None:
     """Bring a cluster up; returns when it serves requests.
 
-    With --foreground it stays and shows all logs. Ctrl-C then takes the cluster down (exit code 0), a second one
-    kills it (130); if this command is killed, the cluster goes down as well.
+    With --foreground it stays and shows all logs. Ctrl-C then takes it down
+    (exit code 0), a second one kills it (130); it does not outlive its terminal.
     """
     from pdctl.cli.models import pull_progress
     from pdctl.core import cluster, config, models

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pdctl.core.process import ProcessHandle
 from pdctl.transport.segment import Role
 
-# Dying sooner than this after a start counts as a failure of the start.
+# Dying sooner than this after a start, or before it is ready, counts as a failure of the start.
 STEADY_S = 10.0
 MAX_QUICK_DEATHS = 8
 _LONGEST_BACKOFF_S = 30.0
@@ -29,7 +29,7 @@ class Child:
         started: when its process was last made (monotonic seconds).
         start_at: when to start it next; None: it runs, or waits for something else than time.
         num_starts: tells one process of this name from the next.
-        quick_deaths: deaths in a row soon after a start.
+        quick_deaths: deaths in a row soon after a start, or before it was ready.
         ready: it has said that it serves, or, drained, that it would.
         asked: the zygote was asked for it and has not answered.
         kill_at: when it is killed if it has not ended; None: nobody asked it to end.
@@ -68,11 +68,12 @@ class Child:
     def end(self) -> None:
         """Its process is gone: decide when the next one is made, if ever."""
         now, told = time.monotonic(), self.kill_at is not None
+        quick = not self.ready or now - self.started < STEADY_S
         self.handle, self.kill_at, self.ready = None, None, False
         if told:
             self.start_afresh()
             return
-        self.quick_deaths = self.quick_deaths + 1 if now - self.started < STEADY_S else 0
+        self.quick_deaths = self.quick_deaths + 1 if quick else 0
         # The first restart is at once; a daemon that was well before is no suspect.
         pause = 0.0 if self.quick_deaths <= 2 else min(_LONGEST_BACKOFF_S, 0.1 * 2**self.quick_deaths)
         self.start_at = None if self.gave_up else now + pause

@@ -23,7 +23,7 @@ from pdctl.transport.segment import Role
 
 _log = logging.getLogger("operations")
 DAEMONS = (Role.PREFILL, Role.DECODE)
-DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 120.0, 86400.0
+MAX_TIMEOUT_S = 86400.0
 Say = Callable[[str], None]
 Steps = Generator[str, None, dict[str, Any]]
 
@@ -158,7 +158,7 @@ def begin(fleet: Fleet, say: Say, request: dict[str, Any]) -> Steps:
 
 def timeout_of(request: dict[str, Any]) -> float:
     """Seconds that a request's operation may take."""
-    value = request.get("timeout_s", DEFAULT_TIMEOUT_S)
+    value: Any = request.get("timeout_s")
     if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
         raise UsageError(f"--timeout {value}: expected more than 0, at most {MAX_TIMEOUT_S:.0f} seconds")
     return float(value)

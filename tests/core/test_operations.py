@@ -311,9 +311,20 @@ def test_who_lived_long_is_no_suspect(clock: list[float]) -> None:
         child.begin(object())  # type: ignore[arg-type]
         child.end()
     child.begin(object())  # type: ignore[arg-type]
+    child.ready = True
     clock[0] += children.STEADY_S
     child.end()
     assert (child.quick_deaths, child.start_at) == (0, clock[0])
+
+
+def test_who_was_never_ready_is_a_suspect_however_long_it_took(clock: list[float]) -> None:
+    child = Child(name="zygote", role=None)
+    for number in range(1, MAX_QUICK_DEATHS + 1):
+        child.begin(object())  # type: ignore[arg-type]
+        clock[0] += 60
+        child.end()
+        assert child.quick_deaths == number
+    assert child.gave_up and child.start_at is None
 
 
 def test_an_end_that_was_asked_for_is_no_death(clock: list[float]) -> None:
