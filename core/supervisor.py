@@ -189,6 +189,7 @@ class Supervisor:
     def _listen(self) -> socket.socket:
         host, port = self._spec.host, self._spec.port
         hint = f"{self.hint('up')} --port 0 (any free port)"
+        local = f"{self.hint('up')} --host 127.0.0.1"
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -196,12 +197,12 @@ class Supervisor:
             listener.bind(address)
             listener.listen(1024)
         except socket.gaierror as error:
-            raise UsageError(f"--host {host}: {error.strerror}", hint="pdctl up --host 127.0.0.1") from error
+            raise UsageError(f"--host {host}: {error.strerror}", hint=local) from error
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AlreadyRunningError(f"port {port} on {host}: {_port_holder(port)} has it", hint=hint) from error
             if error.errno == errno.EADDRNOTAVAIL:
-                hint = "pdctl up --host 127.0.0.1"
+                hint = local
             raise UsageError(f"--host {host} --port {port}: {error.strerror}", hint=hint) from error
         return listener
 
@@ -635,8 +636,10 @@ def main() -> None:
         die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     become_subreaper()
     set_process_name("pdctl-supervisor")
+    look = "pdctl logs supervisor"
     try:
         spec = ClusterSpec.from_json(sys.stdin.read())
+        look = command("logs supervisor", spec.name, spec.state_dir)
         directory = log_dir(spec.state_dir, spec.name)
         private_directory(spec.state_dir)
         private_directory(directory.parent)
@@ -655,7 +658,7 @@ def main() -> None:
         emit(
             event="error",
             message=f"{type(error).__name__}: {error}",
-            hint="pdctl logs supervisor",
+            hint=look,
             exit_code=1,
         )
         sys.exit(1)

@@ -76,6 +76,10 @@ def decoding(cluster: Any) -> list[int]:
     return [row for row in found if rows.get(row, R.NUM_TOKENS) > rows.get(row, R.NUM_PROMPT) + 5]
 
 
+def assert_under_way(running: list[Future[list[int]]]) -> None:
+    assert not any(future.done() for future in running), "they ended too soon for this test to mean anything"
+
+
 def operate(cluster: Any, operation: str, **more: Any) -> tuple[dict[str, Any], list[str]]:
     """As a command does, without starting one: its answer, and what it heard on the way."""
     heard: list[str] = []
@@ -119,13 +123,14 @@ def test_scaling_under_streams(shared: Any, expected: list[list[int]]) -> None:
     assert heard == ["prefill-1: ready", "decode-1: ready", "decode-2: ready"]
     # Decode-0 has them all: the others get them when it leaves its place to a successor.
     operate(shared, "restart", names=["decode-0"])
+    moved = wait_for(lambda: decoding(shared), "streams under way")
     rows = take_snapshot(shared.state.segment_name).segment.rows
-    for row in decoding(shared):
+    for row in moved:
         assert (rows.get(row, R.ADOPTIONS), rows.get(row, R.LOCAL_TOKENS)) == (0, 0)
         assert rows.get(row, R.PREFILLED_TOKENS) == rows.get(row, R.NUM_PROMPT) - 1 - rows.get(row, R.CACHED_TOKENS)
     down, _ = operate(shared, "scale", numbers={"decode": 1, "prefill": 1})
     assert down == {"started": [], "stopped": ["prefill-1", "decode-1", "decode-2"], "prefill": 1, "decode": 1}
-    assert decoding(shared), "the streams ended too soon for this test to mean anything"
+    assert_under_way(running)
     assert [future.result(WATCHDOG_S) for future in running] == expected
     assert counters(shared) == before
 
@@ -157,7 +162,7 @@ def test_draining_under_streams(shared: Any, expected: list[list[int]]) -> None:
         assert {segment.rows.get(row, R.OWNER) - 1 for row in rows} == {peer}
         assert [segment.rows.get(row, R.ADOPTIONS) for row in rows] == [0] * len(rows)
         operate(shared, "drain", name=name, undo=True)
-    assert decoding(shared), "the streams ended too soon for this test to mean anything"
+    assert_under_way(running)
     assert [future.result(WATCHDOG_S) for future in running] == expected
     assert counters(shared) == before
 
@@ -209,7 +214,7 @@ def test_a_rolling_restart_under_streams(shared: Any, expected: list[list[int]])
     before, old, running = counters(shared), pids(shared), streams(shared)
     _, heard = operate(shared, "restart")
     assert heard == ["prefill-0: ready", "decode-0: ready"]
-    assert decoding(shared), "the streams ended too soon for this test to mean anything"
+    assert_under_way(running)
     new = pids(shared)
     assert {name for name in old if old[name] != new[name]} == {"prefill-0", "decode-0"}
     assert [future.result(WATCHDOG_S) for future in running] == expected
