@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdctl.core.status import (
+    DAEMON_ROLES,
     BlockKind,
     ClusterStatus,
     Counters,
@@ -23,6 +24,7 @@ from pdctl.core.status import (
     RowStatus,
     SegmentStatus,
 )
+from pdctl.core.survey import ClusterSummary
 
 WIDE_COLUMNS = 110
 MAX_MAP_LINES = 20
@@ -41,8 +43,11 @@ _STATE_STYLES = {
     "healthy": "green",
     "starting": "yellow",
     "stopping": "yellow",
+    "drained": "yellow",
     "stopped": "bold red",
     "dead": "bold red",
+    "crashed": "bold red",
+    "foreign": "dim",
     "gone": "bold red",
     "degraded": "bold red",
     "failed": "red",
@@ -133,7 +138,7 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
     """One line a process; 80 columns."""
     table = _table(
         ("#", True),
-        ("role", False),
+        ("name", False),
         ("pid", True),
         ("state", False),
         ("thr", True),
@@ -146,10 +151,10 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
         ("cpu", True),
     )
     for one in processes:
-        works = one.role in ("prefill", "decode")
+        works = one.role in DAEMON_ROLES
         table.add_row(
             _NONE if one.slot is None else str(one.slot),
-            one.role,
+            one.name,
             str(one.pid),
             _state(one.state),
             count(one.num_threads) if works else _NONE,
@@ -162,6 +167,43 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
             seconds(one.cpu_s),
         )
     return table
+
+
+def clusters_view(clusters: Sequence[ClusterSummary]) -> RenderableType:
+    """What `pdctl ls` shows."""
+    table = _table(
+        ("name", False),
+        ("phase", False),
+        ("url", False),
+        ("model", False),
+        ("daemons", False),
+        ("up", True),
+    )
+    for one in clusters:
+        table.add_row(
+            _shortened(one.name, 15),
+            _state(one.phase),
+            one.url or _NONE,
+            _shortened(one.model or _NONE, 14),
+            _daemons_words(one),
+            seconds(one.uptime_s),
+        )
+    elsewhere = [one for one in clusters if one.phase == "foreign" and one.state_dir]
+    notes = [Text(f"{one.name}: --state-dir {one.state_dir}", style="dim") for one in elsewhere]
+    if any(one.phase == "crashed" for one in clusters):
+        notes.append(Text("pdctl gc removes what crashed clusters left", style="dim"))
+    return Group(table, *([""] if notes else []), *notes)
+
+
+def _daemons_words(cluster: ClusterSummary) -> str:
+    """2P1D: two prefill daemons and one decode daemon; 2P1/3D: one of three takes requests."""
+    if cluster.wanted is None:
+        return _NONE
+    words = ""
+    for role, letter in (("prefill", "P"), ("decode", "D")):
+        ready, wanted = (cluster.ready or {}).get(role, 0), cluster.wanted[role]
+        words += f"{wanted}{letter}" if ready == wanted else f"{ready}/{wanted}{letter}"
+    return words
 
 
 def pool_bar(pool: PoolStatus, width: int) -> Text:

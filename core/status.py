@@ -18,7 +18,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
-from pdctl.core.cluster import ClusterState, is_locked, running
+from pdctl.core.cluster import ClusterState, command, is_locked, running
 from pdctl.core.numerics import numerics
 from pdctl.transport import lock as lock_module
 from pdctl.transport import recovery
@@ -40,6 +40,7 @@ from pdctl.transport.segment import (
 STATUS_SCHEMA = 1
 # The daemons' attention gathers a row's blocks with torch (attention.py).
 ATTENTION_PATH = "torch"
+DAEMON_ROLES = (Role.PREFILL.label, Role.DECODE.label)
 _ZYGOTE = "pdctl-zygote"
 _SNAPSHOT_TRIES = 5
 _SNAPSHOT_PAUSE_S = 0.05
@@ -62,13 +63,15 @@ class ParticipantStatus:
 
     Attributes:
         slot: its place in the segment; None for the zygote, which has none.
-        state: starting, ready, stopping; stopped (by a signal); dead (its guard byte is not held).
+        name: as in commands and logs: decode-0, router.
+        state: starting, ready, drained, stopping; stopped (by a signal); dead (its guard byte is not held).
         num_rows: rows it works on now.
         bit_exact: what its probe at start found; None if there was none yet.
         private_bytes: memory that it shares with nobody; None if /proc does not say.
     """
 
     slot: int | None
+    name: str
     role: str
     pid: int
     alive: bool
@@ -334,7 +337,8 @@ def find_segment(state_dir: Path, name: str) -> FoundSegment:
         )
     return FoundSegment(
         name=newest,
-        note=f"cluster {name!r} crashed: its supervisor is gone, this segment was left (pdctl down removes it){more}",
+        note=f"cluster {name!r} crashed: its supervisor is gone, this segment was left "
+        f"({command('down', name, state_dir)} removes it){more}",
     )
 
 
@@ -512,14 +516,15 @@ def _participant(snapshot: Snapshot, slot: int, *, foreign: bool) -> Participant
     # Another process may have got the PID of a dead one.
     visible = alive and not foreign and process_start_time(pid) == word(P.START_TIME)
     proc = _Proc.read(pid) if visible else None
-    state = _label(ParticipantState, word(P.STATE))
+    role, state = _label(Role, word(P.ROLE)), _label(ParticipantState, word(P.STATE))
     if not alive:
         state = "dead"
     elif proc is not None and proc.stopped:
         state = "stopped"
     return ParticipantStatus(
         slot=slot,
-        role=_label(Role, word(P.ROLE)),
+        name=f"{role}-{word(P.INDEX)}" if role in DAEMON_ROLES else role,
+        role=role,
         pid=pid,
         alive=alive,
         state=state,
@@ -697,6 +702,7 @@ def _zygote(supervisor_pid: int) -> ParticipantStatus | None:
             continue
         return ParticipantStatus(
             slot=None,
+            name="zygote",
             role="zygote",
             pid=pid,
             alive=True,
@@ -778,7 +784,7 @@ def cluster_status_of(state: ClusterState, segment: SegmentStatus) -> ClusterSta
 
 
 def _all_bit_exact(participants: tuple[ParticipantStatus, ...]) -> bool | None:
-    found = [one.bit_exact for one in participants if one.alive and one.role in ("prefill", "decode")]
+    found = [one.bit_exact for one in participants if one.alive and one.role in DAEMON_ROLES]
     if False in found:
         return False
     return None if None in found or not found else True
@@ -797,11 +803,16 @@ def _causes(state: ClusterState, segment: SegmentStatus, supervisor_state: str) 
             f"(kill -CONT {state.supervisor_pid})"
         )
     if supervisor_state == "gone":
-        causes.append(f"the supervisor (pid {state.supervisor_pid}) is gone: pdctl down")
+        down = command("down", state.name, state.spec.state_dir)
+        causes.append(f"the supervisor (pid {state.supervisor_pid}) is gone: {down}")
+    for name, deaths in state.gave_up.items():
+        by_hand = command(f"restart {name}", state.name, state.spec.state_dir)
+        causes.append(f"{name} gave up after {deaths} deaths in a row; {by_hand}")
     for role, wanted in (("prefill", state.spec.num_prefill), ("decode", state.spec.num_decode), ("router", 1)):
         ours = [one for one in segment.participants if one.role == role]
         num_ready = sum(one.state == "ready" for one in ours)
-        if num_ready >= wanted:
+        # Somebody wanted a drained one to be idle; without any other, nobody works.
+        if num_ready and num_ready + sum(one.state == "drained" for one in ours) >= wanted:
             continue
         others = ", ".join(f"pid {one.pid} is {one.state}" for one in ours if one.state != "ready")
         count = f"no {role} is ready" if num_ready == 0 else f"{num_ready} of {wanted} {role} daemons are ready"

@@ -39,6 +39,8 @@ class ParticipantState(IntEnum):
     STARTING = 0
     READY = 1
     STOPPING = 2
+    # Asked to stand idle (P.DRAIN), and its rows are put back.
+    DRAINED = 3
 
 
 _CLAIMS = {

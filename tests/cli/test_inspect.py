@@ -102,7 +102,7 @@ def test_the_dead_are_named(cluster: Cluster) -> None:
     text = rendered(segment_view(segment_of(cluster), WIDTH, "today"))
     assert f"dead {cluster.dead_pid}" in text
     assert "3 decode" in text
-    assert re.search(rf"4 +decode +{cluster.dead_pid} +dead", text)
+    assert re.search(rf"4 +decode-1 +{cluster.dead_pid} +dead", text)
 
 
 def test_a_wide_terminal_shows_the_phases(cluster: Cluster) -> None:

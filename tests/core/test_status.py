@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -363,6 +364,28 @@ def test_causes(cluster: Cluster, changes: dict[str, Any], words: str) -> None:
     assert words in cause
 
 
+def test_a_drained_daemon_is_no_fault_unless_nobody_else_works(cluster: Cluster) -> None:
+    cluster.decode.me.put(P.STATE, ParticipantState.DRAINED)
+    (cause,) = cluster_status_of(cluster.state(), described(cluster)).causes
+    assert cause.startswith("no decode is ready") and f"pid {os.getpid()} is drained" in cause
+    other = type(cluster.decode)(cluster, Role.DECODE, 2)
+    try:
+        assert cluster_status_of(cluster.state(num_decode=2), described(cluster)).causes == ()
+        (cause,) = cluster_status_of(cluster.state(num_decode=3), described(cluster)).causes
+        assert cause.startswith("1 of 3 decode daemons are ready")
+        drained, ready = described(cluster).participants[3], described(cluster).participants[5]
+        assert [(one.name, one.state) for one in (drained, ready)] == [("decode-0", "drained"), ("decode-2", "ready")]
+    finally:
+        other.segment.close()
+
+
+def test_who_gave_up_is_named_with_what_to_do(cluster: Cluster) -> None:
+    state = dataclasses.replace(cluster.state(), gave_up={"prefill-1": 8})
+    (cause,) = cluster_status_of(state, described(cluster)).causes
+    place = f"--name {cluster.name} --state-dir {cluster.state_dir}"
+    assert cause == f"prefill-1 gave up after 8 deaths in a row; pdctl restart prefill-1 {place}"
+
+
 def test_no_ready_prefill(cluster: Cluster) -> None:
     cluster.prefill.me.put(P.STATE, ParticipantState.STARTING)
     (cause,) = cluster_status_of(cluster.state(), described(cluster)).causes
@@ -377,7 +400,7 @@ ROW_KEYS = (
     "preempt_requested finish_reason error age_s queued_s prefill_s ready_s first_token_s"
 )
 PROCESS_KEYS = (
-    "slot role pid alive state incarnation num_threads num_rows num_claims num_prefill_tokens "
+    "slot name role pid alive state incarnation num_threads num_rows num_claims num_prefill_tokens "
     "num_decode_tokens num_local_prefill_tokens num_cached_tokens num_adopted_rows num_steps busy_s "
     "bit_exact draining private_bytes cpu_s"
 )
