@@ -34,6 +34,7 @@ class Child:
         asked: the zygote was asked for it and has not answered.
         kill_at: when it is killed if it has not ended; None: nobody asked it to end.
         wanted: False: forgotten when it ends.
+        verdict: why it was killed as hung; None: it was not.
         drain: it is to stand idle, in this and any later process of its name.
         log_size: of its log file before this start: what it says about its death comes after.
     """
@@ -50,6 +51,7 @@ class Child:
     asked: bool = False
     kill_at: float | None = None
     wanted: bool = True
+    verdict: str | None = None
     drain: bool = False
     log_size: int = 0
     popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -69,7 +71,7 @@ class Child:
         """Its process is gone: decide when the next one is made, if ever."""
         now, told = time.monotonic(), self.kill_at is not None
         quick = not self.ready or now - self.started < STEADY_S
-        self.handle, self.kill_at, self.ready = None, None, False
+        self.handle, self.kill_at, self.verdict, self.ready = None, None, None, False
         if told:
             self.start_afresh()
             return

@@ -67,7 +67,9 @@ class Daemon:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=self._populate, name="populate", daemon=True).start()
+        began_ns = time.monotonic_ns()
         exact = numerics_hold(self._model)
+        self._note_step(began_ns)
         self._me.put(P.BIT_EXACT, 1 + exact)
         if not exact:
             _log.warning("numerics: batch size or chunking changes bits here; answers are exact up to ties")
@@ -78,12 +80,15 @@ class Daemon:
         _log.info("ready: slot %d, %s, bit-exact %s", self._me.slot, self._model.numerics.label, exact)
         collected = True
         while not self._stopping and not self._segment.is_closed():
+            self._me.add(P.PROGRESS, 1)
             # Drain before the scan: a bell rung during it must wake us.
             self._bell.drain()
             if self._follow_drain_wish():
                 self._bell.wait(_SCAN_S)
                 continue
+            began_ns = time.monotonic_ns()
             if self._engine.step():
+                self._note_step(began_ns)
                 collected = False
                 continue
             if self._bell.wait(_SCAN_S):
@@ -96,6 +101,12 @@ class Daemon:
         self._segment.detach(self._me)
         self._bell.close()
         _log.info("stopped")
+
+    def _note_step(self, began_ns: int) -> None:
+        """How long a step may take is measured by those before it."""
+        took_ns = time.monotonic_ns() - began_ns
+        if took_ns > self._me.get(P.LONGEST_STEP_NS):
+            self._me.put(P.LONGEST_STEP_NS, took_ns)
 
     def _follow_drain_wish(self) -> bool:
         """Whether we are to stand idle. Our rows are put back, for our peers, before we say that we do."""

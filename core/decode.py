@@ -65,7 +65,6 @@ class DecodeEngine:
         if not running:
             return look_again
         self._advance(running)
-        self._me.add(P.PROGRESS, 1)
         return True
 
     def release(self) -> None:

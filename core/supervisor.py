@@ -54,9 +54,10 @@ from pdctl.core.process import (
     exit_text,
     set_process_name,
 )
+from pdctl.core.watchdog import Look, Watchdog, state_and_cpu_s
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import AlreadyRunningError, DeadlineError, NotFoundError, PdctlError, UsageError
-from pdctl.transport.layout import P
+from pdctl.transport.layout import H, P
 from pdctl.transport.mapping import unlink_if_orphaned
 from pdctl.transport.names import cluster_dir, control_path, log_dir, new_segment_name
 from pdctl.transport.recovery import reap, sweep
@@ -64,6 +65,8 @@ from pdctl.transport.segment import ParticipantState, Role, Segment, process_sta
 
 _log = logging.getLogger("supervisor")
 _TICK_S = 1.0
+_LOCK_DEADLINE_S = 0.5
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STOPPING_WAIT_S = 20.0
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 10.0
@@ -106,6 +109,8 @@ class Supervisor:
             for index in range(number)
         ]
         self._operations = Operations(self)
+        self._watchdog = Watchdog()
+        self._judge_at = 0.0
         self._segment: Segment
         self._state: ClusterState
         self._listener: socket.socket
@@ -171,6 +176,8 @@ class Supervisor:
         )
         try:
             self._me = self._segment.attach(Role.SUPERVISOR)
+            # The supervisor never waits long: whoever holds the lock too long is its to judge.
+            self._segment.lock.deadline_s = _LOCK_DEADLINE_S
             self._me.put(P.STATE, ParticipantState.READY)
             self._bell = Bell(self._directory, self._me.slot)
             self._control = ControlServer(control_path(self._directory), self._selector, self._on_request)
@@ -214,6 +221,7 @@ class Supervisor:
         while not self._stopping:
             self._start_due()
             self._kill_overdue()
+            self._kill_hung()
             self._look_at_readiness()
             self._wish_drains()
             self._operations.advance()
@@ -432,6 +440,45 @@ class Supervisor:
                 child.handle.send(signal.SIGKILL)
                 child.kill_at = float("inf")
 
+    def _kill_hung(self) -> None:
+        """Once a second: what is stopped or makes no progress is killed, and is dead only when its pidfd says so."""
+        now = time.monotonic()
+        if now < self._judge_at:
+            return
+        self._judge_at = now + _TICK_S
+        looks = [look for child in self.children if (look := self._look_at(child)) is not None]
+        verdicts = self._watchdog.judge(looks, now)
+        for child in self.children:
+            why = verdicts.get(child.name)
+            if why is not None and child.handle is not None and child.verdict is None:
+                _log.error("%s: hangs, killed: %s", child.name, why)
+                child.verdict = why
+                child.handle.send(signal.SIGKILL)
+
+    def _look_at(self, child: Child) -> Look | None:
+        if child.handle is None or (found := state_and_cpu_s(child.handle.pid, _TICKS_PER_S)) is None:
+            return None
+        pid, (state, cpu_s) = child.handle.pid, found
+        if child is self._zygote:
+            asked = any(daemon.asked for daemon in self._daemons)
+            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=0, owns_rows=asked)
+        slot, segment = self._slot_of(child), self._segment
+        if slot is None:
+            return None
+        holds_lock = segment.words[H.LOCK_PID] == pid
+        if child.role is Role.ROUTER:
+            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, holds_lock=holds_lock)
+        return Look(
+            name=child.name,
+            pid=pid,
+            state=state,
+            cpu_s=cpu_s,
+            progress=segment.participant_word(slot, P.PROGRESS),
+            owns_rows=bool(segment.rows.owned_by(slot, segment.participant_word(slot, P.INCARNATION))),
+            longest_step_s=segment.participant_word(slot, P.LONGEST_STEP_NS) / 1e9,
+            holds_lock=holds_lock,
+        )
+
     def _wish_drains(self) -> None:
         """Write into each daemon's place whether it is to stand idle; a new process of its name has a new place."""
         for child in self._daemons:
@@ -463,7 +510,8 @@ class Supervisor:
         """Its pidfd is readable: it is gone, it stores nothing any more, its rows may be taken."""
         assert child.handle is not None
         status = _collect(child)
-        cause = f"{child.name} (pid {child.handle.pid}) ended: {exit_text(status)}"
+        who = f"{child.name} (pid {child.handle.pid})"
+        cause = f"{who} was killed: {child.verdict}" if child.verdict else f"{who} ended: {exit_text(status)}"
         slot = self._slot_of(child)
         self._selector.unregister(child.handle)
         child.handle.close()

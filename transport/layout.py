@@ -151,7 +151,7 @@ class P(IntEnum):
     START_TIME = 2
     INCARNATION = 3
     STATE = 4
-    PROGRESS = 5
+    PROGRESS = 5  # turns of its loop, with or without work
     LOAD = 6
     DRAIN = 7
     THREADS = 8
@@ -161,6 +161,7 @@ class P(IntEnum):
     WANTS_ROOM = 12  # order + 1 of a row that blocks are wanted for: ring when some come free
     WAITING = 13  # of a router: requests that wait for a row
     INDEX = 14  # of its role: 0 for decode-0
+    LONGEST_STEP_NS = 15
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17
