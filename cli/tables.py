@@ -35,6 +35,7 @@ _KIND_STYLES = {
     BlockKind.PRIVATE.value: "yellow",
     BlockKind.REUSABLE.value: "green",
     BlockKind.REFERENCED.value: "cyan",
+    BlockKind.BROKEN.value: "bold red",
     BlockKind.UNKNOWN.value: "bold red",
 }
 _STATE_STYLES = {
@@ -212,6 +213,7 @@ def pool_bar(pool: PoolStatus, width: int) -> Text:
         (BlockKind.PRIVATE, pool.num_private),
         (BlockKind.REFERENCED, pool.num_referenced),
         (BlockKind.REUSABLE, pool.num_reusable),
+        (BlockKind.BROKEN, pool.num_broken),
         (BlockKind.UNKNOWN, pool.num_unknown),
         (BlockKind.FREE, pool.num_free),
     )
@@ -231,6 +233,7 @@ def _pool_words(pool: PoolStatus) -> str:
         f"{pool.num_cached} cached ({pool.num_referenced} in use, {pool.num_reusable} reusable), "
         f"{pool.num_free} free"
     )
+    words += f", {pool.num_broken} broken" if pool.num_broken else ""
     return f"{words}, {pool.num_unknown} in an unknown state" if pool.num_unknown else words
 
 
@@ -247,6 +250,7 @@ def _counter_facts(counters: Counters) -> list[tuple[str, str | Text]]:
     events = (
         f"{counters.num_preemptions} preemptions, {counters.num_adoptions} adoptions, "
         f"{counters.num_deaths} deaths, {counters.num_repairs} repairs, {counters.num_evictions} evictions"
+        + (f", {counters.num_broken_blocks} broken blocks" if counters.num_broken_blocks else "")
     )
     cached, prompt = counters.num_cached_tokens, counters.num_prompt_tokens
     return [
@@ -286,7 +290,7 @@ def block_map(kinds: str, width: int, max_lines: int = MAX_MAP_LINES) -> tuple[T
 
 
 def _most_frequent(kinds: str) -> str:
-    return max(("?", "#", "@", "o", "."), key=kinds.count)
+    return "!" if "!" in kinds else max(("?", "#", "@", "o", "."), key=kinds.count)
 
 
 def _legend(step: int) -> Text:
@@ -296,6 +300,7 @@ def _legend(step: int) -> Text:
         (BlockKind.PRIVATE, "private"),
         (BlockKind.REUSABLE, "cached, reusable"),
         (BlockKind.REFERENCED, "cached, in use"),
+        (BlockKind.BROKEN, "broken"),
     ):
         legend.append(kind.value, style=_KIND_STYLES[kind.value]).append(f" {words}   ")
     if step > 1:

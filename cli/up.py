@@ -78,6 +78,13 @@ def up(
         int,
         typer.Option("--max-queue", help="Requests that may wait for a daemon; beyond it: 429. 0: none waits."),
     ] = 256,
+    verify_kv: Annotated[
+        str,
+        typer.Option(
+            "--verify-kv",
+            help="Seal KV blocks with checksums: off; recompute or fail what a dead daemon left broken.",
+        ),
+    ] = "off",
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, show the logs; Ctrl-C takes it down.")
     ] = False,
@@ -121,6 +128,7 @@ def up(
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
         max_queue=max_queue,
+        verify_kv=verify_kv,
         max_rows=config.rows_for(prefill, decode, max_batch),
     )
     if not segments_may_be_reclaimed(name):

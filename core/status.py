@@ -33,6 +33,7 @@ from pdctl.transport.segment import (
     Role,
     Segment,
     Snapshot,
+    open_to_look,
     process_start_time,
     take_snapshot,
 )
@@ -54,6 +55,7 @@ class BlockKind(Enum):
     PRIVATE = "#"
     REUSABLE = "o"
     REFERENCED = "@"
+    BROKEN = "!"
     UNKNOWN = "?"
 
 
@@ -108,6 +110,7 @@ class PoolStatus:
     num_referenced: int
     num_reusable: int
     num_free: int
+    num_broken: int
     num_unknown: int
     block_tokens: int
     block_bytes: int
@@ -127,6 +130,7 @@ class Counters:
     num_deaths: int
     num_repairs: int
     num_evictions: int
+    num_broken_blocks: int
     num_cached_tokens: int
     num_prompt_tokens: int
     num_lock_sections: int
@@ -297,12 +301,14 @@ class Verification:
 
     Attributes:
         problems: one a line, with the numbers; empty: clean.
+        num_sealed: blocks whose KV was compared with a checksum (see `up --verify-kv`).
         undone: operation that was cut off by a death and undone (in the copy) before the recount.
     """
 
     problems: tuple[str, ...]
     num_blocks: int
     num_rows: int
+    num_sealed: int
     undone: str | None
 
 
@@ -375,8 +381,8 @@ def look(name: SegmentName | Path) -> Snapshot:
     return snapshot
 
 
-def verify(snapshot: Snapshot) -> Verification:
-    """Recount everything in a snapshot.
+def verify(snapshot: Snapshot, target: SegmentName | Path) -> Verification:
+    """Recount everything in a snapshot, and compare sealed KV with its checksums where it lies.
 
     A section that a dead process left half done is first undone, in the copy only, as the next one to take
     the lock would do.
@@ -388,14 +394,29 @@ def verify(snapshot: Snapshot) -> Verification:
         try:
             undone = lock_module.repair(words, segment.layout).name
         except (CorruptSegmentError, ValueError, IndexError) as error:
-            return _verification(segment, [f"cannot undo the section that was cut off: {error}"], None)
+            return _verification(segment, [f"cannot undo the section that was cut off: {error}"], 0, None)
         segment = Segment(segment.mapping, segment.geometry, words)
-    return _verification(segment, recovery.verify(segment), undone)
+    num_sealed, broken = _verify_seals(target) if segment.pool.seals else (0, [])
+    return _verification(segment, recovery.verify(segment) + broken, num_sealed, undone)
 
 
-def _verification(segment: Segment, problems: list[str], undone: str | None) -> Verification:
+def _verify_seals(target: SegmentName | Path) -> tuple[int, list[str]]:
+    segment = open_to_look(target)
+    try:
+        return recovery.verify_seals(segment)
+    finally:
+        segment.close()
+
+
+def _verification(segment: Segment, problems: list[str], num_sealed: int, undone: str | None) -> Verification:
     g = segment.geometry
-    return Verification(problems=tuple(problems), num_blocks=g.num_blocks, num_rows=g.max_rows, undone=undone)
+    return Verification(
+        problems=tuple(problems),
+        num_blocks=g.num_blocks,
+        num_rows=g.max_rows,
+        num_sealed=num_sealed,
+        undone=undone,
+    )
 
 
 # --- a segment ---------------------------------------------------------------------------------------------
@@ -608,6 +629,7 @@ def _block_kinds(segment: Segment) -> str:
     free, private = BlockKind.FREE.value, BlockKind.PRIVATE.value
     of = {BlockState.FREE: (free, free), BlockState.OWNED: (private, private)}
     of[BlockState.CACHED] = (BlockKind.REUSABLE.value, BlockKind.REFERENCED.value)
+    of[BlockState.BAD] = (BlockKind.BROKEN.value,) * 2
     kinds: dict[int, tuple[str, str]] = {int(state): pair for state, pair in of.items()}
     unknown = (BlockKind.UNKNOWN.value,) * 2
     return "".join(kinds.get(state, unknown)[count > 0] for state, count in zip(states, refs, strict=True))
@@ -623,6 +645,7 @@ def _pool(segment: Segment, kinds: str) -> PoolStatus:
         num_referenced=referenced,
         num_reusable=reusable,
         num_free=kinds.count(BlockKind.FREE.value),
+        num_broken=kinds.count(BlockKind.BROKEN.value),
         num_unknown=kinds.count(BlockKind.UNKNOWN.value),
         block_tokens=g.block_tokens,
         block_bytes=g.block_bytes,
@@ -641,6 +664,7 @@ def _counters(words: memoryview) -> Counters:
         num_deaths=words[H.DEATHS],
         num_repairs=words[H.REPAIRS],
         num_evictions=words[H.EVICTIONS],
+        num_broken_blocks=words[H.BAD_BLOCKS],
         num_cached_tokens=words[H.CACHED_TOKENS],
         num_prompt_tokens=words[H.PROMPT_TOKENS],
         num_lock_sections=words[H.LOCK_SECTIONS],

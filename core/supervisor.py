@@ -57,7 +57,7 @@ from pdctl.core.process import (
 from pdctl.core.watchdog import Look, Watchdog, state_and_cpu_s
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import AlreadyRunningError, DeadlineError, NotFoundError, PdctlError, UsageError
-from pdctl.transport.layout import H, P
+from pdctl.transport.layout import H, P, VerifyKv
 from pdctl.transport.mapping import unlink_if_orphaned
 from pdctl.transport.names import cluster_dir, control_path, log_dir, new_segment_name
 from pdctl.transport.recovery import reap, sweep
@@ -172,7 +172,11 @@ class Supervisor:
         )
         emit(event="stage", name="segment", state="start", detail=str(name))
         self._segment = Segment.create(
-            name, spec.geometry, fingerprint=spec.fingerprint, numerics_id=numerics(spec.dtype).id
+            name,
+            spec.geometry,
+            fingerprint=spec.fingerprint,
+            numerics_id=numerics(spec.dtype).id,
+            verify_kv=VerifyKv[spec.verify_kv.upper()],
         )
         try:
             self._me = self._segment.attach(Role.SUPERVISOR)

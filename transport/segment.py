@@ -292,6 +292,16 @@ def take_snapshot(name: SegmentName | Path) -> Snapshot:
         mapping.close()
 
 
+def open_to_look(name: SegmentName | Path) -> Segment:
+    """Map a segment, or a file that once was one, for reading alone; the caller closes it.
+
+    Raises:
+        NotFoundError, CorruptSegmentError, IncompatibleError: as for attaching.
+    """
+    mapping, geometry = _mapping.open_segment(name, writable=False)
+    return Segment(mapping, geometry)
+
+
 def process_start_time(pid: int) -> int | None:
     """Clock ticks after boot at which a process started; with its PID it names a process for good."""
     with contextlib.suppress(OSError, IndexError, ValueError):

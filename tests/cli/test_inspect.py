@@ -150,7 +150,7 @@ def test_a_character_for_several_blocks_shows_the_most_frequent_kind() -> None:
 
 
 def _pool(**changes: int) -> PoolStatus:
-    names = "num_private num_cached num_referenced num_reusable num_free num_unknown"
+    names = "num_private num_cached num_referenced num_reusable num_free num_broken num_unknown"
     values = dict.fromkeys(names.split(), 0)
     return PoolStatus(
         **{**values, "num_blocks": 1000, "block_tokens": 16, "block_bytes": 64, "token_bytes": 4, **changes}
