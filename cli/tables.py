@@ -242,7 +242,7 @@ def _rows_words(rows_by_state: dict[str, int]) -> str:
 def _counter_facts(counters: Counters) -> list[tuple[str, str | Text]]:
     requests = (
         f"{counters.num_requests} taken: {counters.num_finished} finished, "
-        f"{counters.num_failed} failed, {counters.num_cancelled} cancelled"
+        f"{counters.num_failed} failed, {counters.num_cancelled} cancelled; {counters.num_rejected} rejected"
     )
     events = (
         f"{counters.num_preemptions} preemptions, {counters.num_adoptions} adoptions, "
@@ -373,6 +373,7 @@ def status_view(status: ClusterStatus, width: int) -> RenderableType:
     )
     tail = _facts(
         [
+            ("queue", f"{status.num_queued} of at most {status.max_queue} requests wait for a daemon"),
             ("rows", _rows_words(status.rows_by_state)),
             ("pool", pool_bar(status.pool, min(_MAX_BAR, width - 14))),
             ("", _pool_words(status.pool)),

@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdctl.core.numerics import numerics
 from pdctl.transport.errors import IncompatibleError, UsageError
@@ -18,11 +18,16 @@ from pdctl.transport.layout import DType, Geometry
 from pdctl.transport.names import check_cluster, check_socket_room
 from pdctl.transport.segment import Expected
 
+if TYPE_CHECKING:
+    from pdctl.core.checkpoint import ModelConfig
+
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16")
 MAX_DAEMONS = 16
 DEFAULT_KV_GIB = 1.0
 DEFAULT_MAX_CONTEXT = 8192
+DEFAULT_MAX_QUEUE = 256
+MIN_ROWS = 128
 # A restarted daemon must find room for two: one prompt and one answer.
 MIN_BLOCKS = 2
 MAX_BLOCKS = 1 << 32
@@ -41,6 +46,7 @@ class ClusterSpec:
         local_prefill_tokens: uncached prompt tokens that a decode daemon computes itself; 0: none.
         chunk_tokens: prompt tokens of one prefill forward.
         max_batch: rows that one decode daemon runs at once.
+        max_queue: requests that may wait for a daemon; 0: none, all daemons busy is a refusal.
     """
 
     name: str
@@ -61,12 +67,13 @@ class ClusterSpec:
     block_tokens: int = 16
     num_blocks: int = 1024
     max_context: int = DEFAULT_MAX_CONTEXT
-    max_rows: int = 128
+    max_rows: int = MIN_ROWS
     threads_prefill: int = 1
     threads_decode: int = 1
     local_prefill_tokens: int = 32
     chunk_tokens: int = 256
     max_batch: int = 32
+    max_queue: int = DEFAULT_MAX_QUEUE
 
     def __post_init__(self) -> None:
         check_cluster(self.name)
@@ -83,6 +90,7 @@ class ClusterSpec:
         _check_range("--local-prefill-tokens", self.local_prefill_tokens, 0, 1 << 24)
         _check_range("--chunk-tokens", self.chunk_tokens, 1, 1 << 16)
         _check_range("--max-batch", self.max_batch, 1, 1024)
+        _check_range("--max-queue", self.max_queue, 0, 1 << 20)
 
     @property
     def geometry(self) -> Geometry:
@@ -143,6 +151,33 @@ def _check_choice(flag: str, value: object, choices: tuple[object, ...]) -> None
         raise UsageError(f"{flag} {value}: expected one of {listed}", hint="pdctl up --help")
 
 
+def context_of(of_model: ModelConfig, given: int | None) -> int:
+    """Tokens of one request: `--max-context`, else as many as the model can have, at most DEFAULT_MAX_CONTEXT.
+
+    Raises:
+        UsageError: the model cannot have so many, and why.
+    """
+    limit = of_model.max_context
+    if given is None:
+        return min(DEFAULT_MAX_CONTEXT, limit)
+    if not 2 <= given <= limit:
+        raise UsageError(
+            f"--max-context {given}: expected 2 to {limit}, {context_limit_words(of_model)}",
+            hint=f"pdctl up --max-context {limit}",
+        )
+    return given
+
+
+def context_limit_words(of_model: ModelConfig) -> str:
+    """What sets the longest context of a model."""
+    if of_model.context_rope is None:
+        return "the model's own limit"
+    return (
+        f"beyond which the angles of its rope ({of_model.context_rope}) change with the length of each request, "
+        "so that no KV could be shared or computed in a batch"
+    )
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -157,6 +192,11 @@ def default_threads(total: int | None) -> tuple[int, int]:
         given = os.environ.get("OMP_NUM_THREADS", "")
         total = int(given) if given.isdecimal() and int(given) > 0 else usable_cores()
     return total, max(1, total - 1)
+
+
+def rows_for(num_prefill: int, num_decode: int, max_batch: int) -> int:
+    """Rows of a segment: a place for all that daemons may work on at once. Whoever finds none waits for one."""
+    return max(MIN_ROWS, num_prefill + num_decode * max_batch)
 
 
 def blocks_for(kv_gib: float, block_bytes: int) -> int:

@@ -92,7 +92,14 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
     sampling = read_sampling_defaults(spec.model_path)
     log.info("requests that do not say: %s", sampling)
     bell = Bell(cluster_dir(spec.state_dir, spec.name), me.slot)
-    client = RowClient(segment, me, bell, local_prefill_tokens=spec.local_prefill_tokens)
+    client = RowClient(
+        segment,
+        me,
+        bell,
+        local_prefill_tokens=spec.local_prefill_tokens,
+        max_batch=spec.max_batch,
+        max_queue=spec.max_queue,
+    )
     app = create_app(
         client,
         tokenizer,

@@ -130,6 +130,8 @@ class Counters:
     num_cached_tokens: int
     num_prompt_tokens: int
     num_lock_sections: int
+    num_rejected: int
+    num_output_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,7 @@ class SegmentStatus:
         as_of: "now", or "last move" for a segment that nobody uses: ages end there.
         torn: the copy may contradict itself, because the segment changed too fast or a section is under way.
         another_boot, foreign_pid_namespace: PIDs are those of another world.
+        num_queued: requests that no daemon has worked on yet, in rows or waiting for one.
         block_map: one character a block, see BlockKind.
     """
 
@@ -234,6 +237,7 @@ class SegmentStatus:
     pool: PoolStatus
     counters: Counters
     block_map: str
+    num_queued: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +249,7 @@ class ClusterStatus:
         supervisor_state: "running", or "stopped": then nothing is restarted and no row is recovered.
         bit_exact: True if every daemon proved it, False if one did not, None while one has not probed.
         processes: the participants, and the zygote.
+        num_queued, max_queue: requests that no daemon has worked on yet, and how many may be.
     """
 
     name: str
@@ -274,6 +279,8 @@ class ClusterStatus:
     rows_by_state: dict[str, int]
     pool: PoolStatus
     counters: Counters
+    num_queued: int
+    max_queue: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,6 +453,7 @@ def describe(snapshot: Snapshot, path: Path) -> SegmentStatus:
         pool=_pool(segment, kinds),
         counters=_counters(words),
         block_map=kinds,
+        num_queued=_num_queued(segment, states),
     )
 
 
@@ -481,6 +489,12 @@ def _section_of(snapshot: Snapshot) -> SectionStatus | None:
         num_stores=words[H.INTENT_COUNT],
         holder_alive=alive,
     )
+
+
+def _num_queued(segment: Segment, states: list[int]) -> int:
+    waiting = sum(segment.participant_word(slot, P.WAITING) for slot in segment.slots(Role.ROUTER))
+    known = [row for row, state in enumerate(states) if state in (RowState.QUEUED, RowState.READY)]
+    return waiting + sum(map(segment.rows.is_unclaimed, known))
 
 
 def _last_move_ns(segment: Segment) -> int:
@@ -630,6 +644,8 @@ def _counters(words: memoryview) -> Counters:
         num_cached_tokens=words[H.CACHED_TOKENS],
         num_prompt_tokens=words[H.PROMPT_TOKENS],
         num_lock_sections=words[H.LOCK_SECTIONS],
+        num_rejected=words[H.REJECTED],
+        num_output_tokens=words[H.OUTPUT_TOKENS],
     )
 
 
@@ -762,6 +778,8 @@ def cluster_status_of(state: ClusterState, segment: SegmentStatus) -> ClusterSta
         rows_by_state=segment.rows_by_state,
         pool=segment.pool,
         counters=segment.counters,
+        num_queued=segment.num_queued,
+        max_queue=spec.max_queue,
     )
 
 

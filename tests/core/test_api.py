@@ -6,21 +6,24 @@ import asyncio
 import functools
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tokenizer_kinds import CORPUS, MANY, build
 
-from pdctl.core.api import MAX_BODY_BYTES, ServerConfig, create_app
+from pdctl.core.api import MAX_BODY_BYTES, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_PROMPTS, ServerConfig, create_app
 from pdctl.core.requests import RowClient
 from pdctl.core.tokenizer import SamplingDefaults, Tokenizer
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import DType, Geometry, H, P, R
 from pdctl.transport.recovery import verify
-from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState
+from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState, TokenLogprobs
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
 MODEL = "tiny"
@@ -57,6 +60,14 @@ def inner_tokenizer(*, template: bool = True) -> Any:
 
 def ids_of(text: str) -> list[int]:
     return list(inner_tokenizer()(text, add_special_tokens=False).input_ids)
+
+
+def logprobs_of(position: int, token: int, number: int) -> TokenLogprobs:
+    """Values that float32 holds exactly: the token itself comes second, parts of a character after it."""
+    value = -position / 8
+    others = list(dict.fromkeys([(token + 1) % 259, token, *ids_of("😀"), *range(40, 80)]))
+    top = tuple((other, value - rank / 16) for rank, other in enumerate(others[:number], -1))
+    return TokenLogprobs(token=token, logprob=value, top=top)
 
 
 class Engine:
@@ -133,6 +144,10 @@ class Engine:
         rows, params = self.rows, self.rows.params(row)
         position = rows.count_tokens(row)
         token = reply[(position - claim.num_tokens) % len(reply)]
+        if (number := params.num_logprobs) is not None:
+            if not rows.has_logprob_room(row, position):
+                return False
+            rows.put_logprobs(row, position, logprobs_of(position, token, number))
         assert rows.grow(row, position + 1)
         if not rows.get(row, R.T_FIRST_TOKEN):
             rows.put(row, R.T_FIRST_TOKEN, time.monotonic_ns())
@@ -165,13 +180,20 @@ class World:
         self.engine = Engine(self.segment, run_dir)
         self.supervisor = self.segment.attach(Role.SUPERVISOR)
         me = self.segment.attach(Role.ROUTER)
-        self.client = RowClient(self.segment, me, Bell(run_dir, me.slot), local_prefill_tokens=4, queue_limit=4)
+        self.client = RowClient(
+            self.segment,
+            me,
+            Bell(run_dir, me.slot),
+            local_prefill_tokens=4,
+            max_batch=8,
+            max_queue=options.get("max_queue", 16),
+        )
         self.app = create_app(
             self.client,
-            Tokenizer(inner_tokenizer(template=options.get("template", True))),
+            options.get("tokenizer") or Tokenizer(inner_tokenizer(template=options.get("template", True))),
             ServerConfig(
                 model_name=MODEL,
-                vocab_size=259,
+                vocab_size=options.get("vocab_size", 259),
                 eos_token_ids=(EOS,),
                 sampling=options.get("sampling", SamplingDefaults()),
                 request_timeout_s=options.get("request_timeout_s", 60),
@@ -196,6 +218,16 @@ class World:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         return parse_events(response.content)
+
+    async def metrics(self) -> dict[str, float]:
+        """Samples by name and labels, as they stand in the text."""
+        response = await self.http.get("/metrics")
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain; version=")
+        lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+        samples = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        assert len(samples) == len(lines)
+        return samples
 
     async def settle(self) -> None:
         while self.client.num_live:
@@ -399,13 +431,53 @@ async def test_stop_strings_cut_at_their_first_occurrence(world: World) -> None:
     assert answer["choices"][0]["text"] == TEXT[: TEXT.find("one")]
 
 
+@pytest.mark.parametrize("kind", MANY)
+def test_stops_and_spaces_do_not_follow_the_tokens(tmp_path: Path, kind: str) -> None:
+    """S16, S17, S18: tokens of several characters; stops that begin and end inside them, spaces at all places."""
+    tokenizer = build(kind)
+    ids = tokenizer.encode("    indented\n" + CORPUS[1] + CORPUS[0])
+    text = tokenizer.decode(ids)
+    edges = {len(tokenizer.decode(ids[:number])) for number in range(len(ids) + 1)}
+    assert len(edges) < len(text)  # tokens are longer than a character
+
+    @in_world(tokenizer=tokenizer, vocab_size=len(tokenizer))
+    async def scenario(world: World) -> None:
+        world.engine.reply = lambda prompt: [*ids, EOS]
+
+        async def both(**body: Any) -> tuple[str, int]:
+            whole = await world.complete([5], max_tokens=200, **body)
+            events = await world.events(prompt=[5], max_tokens=200, **body)
+            assert text_of(events) == whole["choices"][0]["text"]
+            reasons = [c["finish_reason"] for e in events[:-1] for c in e["choices"] if c["finish_reason"]]
+            assert reasons == [whole["choices"][0]["finish_reason"]] == ["stop"]
+            return whole["choices"][0]["text"], whole["usage"]["completion_tokens"]
+
+        assert await both() == (text, len(ids) + 1)
+        assert text.startswith("  ") and "\n    return" in text
+        inside = [
+            text[at:end]
+            for at in range(30)
+            for end in range(at + 6, at + 9)
+            if at not in edges and end not in edges and any(edge in edges for edge in range(at, end))
+        ]
+        assert len(inside) > 5
+        for stop in (*inside, *(text[at : at + 3] for at in range(30))):
+            shown, used = await both(stop=stop)
+            assert shown == text[: text.find(stop)]
+            assert used < len(ids)
+        assert (await both(stop=["daemon", "return"]))[0] == text[: text.find("return")]
+
+    scenario(tmp_path)
+
+
 @in_world()
 async def test_stop_string_ends_the_row_early(world: World) -> None:
     world.engine.reply = lambda prompt: ids_of("ab")
     await world.complete(max_tokens=200, stop="b")
     await world.settle()
     words = world.segment.words
-    assert (words[H.CANCELLED], words[H.FINISHED]) == (1, 0)
+    # The answer was whole.
+    assert (words[H.CANCELLED], words[H.FINISHED]) == (0, 1)
 
 
 @in_world()
@@ -508,6 +580,208 @@ async def test_seeds_differ_unless_given(world: World) -> None:
     assert seeds[2:] == [7, 7]
 
 
+@in_world()
+async def test_every_parameter_reaches_the_row(world: World) -> None:
+    asked = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 5,
+        "min_p": 0.125,
+        "seed": 11,
+        "min_tokens": 3,
+        "repetition_penalty": 1.25,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [258, 0],
+    }
+    biases = {"258": -100, "0": 100, "7": 0.5}
+    await world.complete(max_tokens=3, logit_bias=biases, logprobs=4, **asked)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20}
+    assert (await world.post("/v1/chat/completions", max_tokens=3, **chat, **asked)).status_code == 200
+    expected = RowParams(
+        **{name: value for name, value in asked.items() if name != "stop_token_ids"},  # type: ignore[arg-type]
+        stop_ids=(258, 0),
+        logit_bias=((0, 100.0), (7, 0.5), (258, -100.0)),
+        num_logprobs=4,
+    )
+    assert world.engine.seen == [expected, replace(expected, logit_bias=(), num_logprobs=20)]
+
+
+# --- several answers to a prompt -------------------------------------------------------------------------------
+
+
+@in_world()
+async def test_n_answers_have_streams_of_their_own_and_share_the_prompt(world: World) -> None:
+    """More answers than rows; index = prompt * n + number; each seed its own, from the one that was given."""
+    prompts = ["ab", "cde", "f"]
+    world.engine.reply = lambda prompt: [*prompt, EOS]
+    answer = await world.complete(prompts, n=4, best_of=4, seed=2**64 - 2, max_tokens=9)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(12))
+    assert [choice["text"] for choice in answer["choices"]] == [p for p in prompts for _ in range(4)]
+    assert [params.seed for params in world.engine.seen] == [2**64 - 2, 2**64 - 1, 0, 1] * 3
+    tokens = [len(prompt) + 1 for prompt in prompts]
+    assert answer["usage"]["prompt_tokens"] == sum(tokens)
+    assert answer["usage"]["completion_tokens"] == 4 * (sum(tokens) + 3)
+    events = await world.events(prompt=prompts, n=4, max_tokens=9, stream_options={"include_usage": True})
+    assert [text_of(events[:-2], index) for index in range(12)] == [p for p in prompts for _ in range(4)]
+    assert events[-2]["usage"] | {"prompt_tokens_details": None} == answer["usage"] | {"prompt_tokens_details": None}
+    assert len({params.seed for params in world.engine.seen[12:]}) == 12
+
+
+@in_world()
+async def test_n_chats_each_begin_with_their_role(world: World) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 4}
+    whole = (await world.post("/v1/chat/completions", **body)).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    events = (await world.events("/v1/chat/completions", **body))[:-1]
+    for index in range(3):
+        mine = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in mine[1:])
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
+        assert text_of(events, index) == whole["choices"][index]["message"]["content"]
+
+
+@in_world()
+async def test_too_many_answers_are_refused(world: World) -> None:
+    prompts = ["a"] * (MAX_PROMPTS // MAX_CHOICES + 1)
+    error = check_error(await world.post(prompt=prompts, n=MAX_CHOICES), 400, "n")
+    assert f"at most {MAX_PROMPTS}" in error["message"]
+    for best_of in (1, 3):
+        check_error(await world.post(prompt="a", n=2, best_of=best_of), 400, "best_of")
+    assert world.engine.prompts == []
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------
+
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def joined(events: list[Any]) -> dict[str, list[Any]]:
+    """The lists of a streamed choice's log-probabilities, one after the other."""
+    found: dict[str, list[Any]] = {}
+    for event in events:
+        for choice in event["choices"]:
+            for name, part in (choice["logprobs"] or {}).items():
+                found.setdefault(name, []).extend(part or [])
+    return found
+
+
+@in_world()
+async def test_logprobs_of_completions(world: World) -> None:
+    reply = [*ids_of(TEXT), EOS]
+    for number in (0, 2, 5):
+        for burst in (1, 5):
+            world.engine.burst = burst
+            answer = await world.complete("ab", max_tokens=200, logprobs=number)
+            found = answer["choices"][0]["logprobs"]
+            assert tuple(found) == LISTS
+            # Every token that counts, the first and the last included.
+            assert {len(found[name]) for name in LISTS} == {answer["usage"]["completion_tokens"]} == {len(reply)}
+            assert found["tokens"][:3] == ["H", "bytes:\\xc3", "bytes:\\xa9"]
+            assert found["tokens"][-1] == "</s>"
+            assert found["token_logprobs"] == [-(3 + at) / 8 for at in range(len(reply))]
+            for at, one in enumerate(found["top_logprobs"]):
+                assert one[found["tokens"][at]] == found["token_logprobs"][at]
+                assert len(one) == max(number, 1)
+            data = TEXT.encode()
+            assert found["text_offset"] == [len(data[:at].decode(errors="ignore")) for at in range(len(reply))]
+            events = (await world.events(prompt="ab", max_tokens=200, logprobs=number))[:-1]
+            assert joined(events) == found
+            assert text_of(events) == answer["choices"][0]["text"]
+
+
+@in_world()
+async def test_logprobs_of_chats(world: World) -> None:
+    reply = [*ids_of(TEXT), EOS]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "logprobs": True}
+    for number in (None, 0, 1, 7):
+        whole = (await world.post("/v1/chat/completions", top_logprobs=number, **body)).json()
+        found = whole["choices"][0]["logprobs"]
+        assert found.keys() == {"content", "refusal"}
+        assert [bytes(one["bytes"]) for one in found["content"]] == [
+            *(bytes([byte]) for byte in TEXT.encode()),
+            b"</s>",
+        ]
+        start = whole["usage"]["prompt_tokens"]
+        for at, (one, token) in enumerate(zip(found["content"], reply, strict=True)):
+            expected = logprobs_of(start + at, token, number or 0)
+            assert one["logprob"] == expected.logprob
+            assert [entry["logprob"] for entry in one["top_logprobs"]] == [value for _, value in expected.top]
+            if number == 7 and at == 0:
+                assert [bytes(entry["bytes"]) for entry in one["top_logprobs"][2:6]] == [
+                    bytes([byte]) for byte in "😀".encode()
+                ]
+        events = (await world.events("/v1/chat/completions", top_logprobs=number, **body))[:-1]
+        assert joined(events) == {"content": found["content"], "refusal": []}
+    plain = (await world.post("/v1/chat/completions", **{**body, "logprobs": False})).json()
+    assert plain["choices"][0]["logprobs"] is None
+
+
+@in_world()
+async def test_logprobs_of_many_tokens_and_up_to_a_stop_string(world: World) -> None:
+    """More tokens than the ring holds, in bursts that fill it; and none beyond what counts."""
+    world.engine.reply = lambda prompt: ids_of("abcdefg")
+    world.engine.burst = 100
+    answer = await world.complete("ab", max_tokens=240, logprobs=1, n=2)
+    for choice in answer["choices"]:
+        assert choice["logprobs"]["tokens"] == list(("abcdefg" * 40)[:240])
+        assert choice["logprobs"]["text_offset"] == list(range(240))
+    for stream in (False, True):
+        if stream:
+            events = await world.events(prompt="ab", max_tokens=50, logprobs=1, stop="de")
+            found = joined(events[:-1])
+        else:
+            found = (await world.complete("ab", max_tokens=50, logprobs=1, stop="de"))["choices"][0]["logprobs"]
+        assert found["tokens"] == list("abcde")
+
+
+@in_world()
+async def test_stop_strings_wait_for_min_tokens(world: World) -> None:
+    world.engine.reply = lambda prompt: ids_of("ab")
+    for stream in (False, True):
+        body = {"prompt": "x", "stop": "b", "min_tokens": 4, "max_tokens": 20}
+        if stream:
+            assert text_of(await world.events(**body)) == "ababa"
+        else:
+            choice = (await world.complete(body.pop("prompt"), **body))["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == ("ababa", "stop")
+
+
+@in_world()
+async def test_each_field_alone_is_obeyed_or_named(world: World) -> None:
+    """Never a failure of ours, and never half: what is accepted shows in the answer or in the row."""
+    world.engine.reply = lambda prompt: [*ids_of("abc"), EOS]
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"min_tokens": 20, "max_tokens": 20, "ignore_eos": True}, None),
+        ({"n": 2}, None),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 2}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True}, "echo"),
+        ({"seed": 5}, None),
+        ({"top_k": 3}, None),
+        ({"user": "me"}, None),
+        ({"unheard_of": 1}, "unheard_of"),
+    ]
+    for fields, refused in cases:
+        for stream in (False, True):
+            response = await world.post(prompt="ab", stream=stream, **fields)
+            if refused:
+                check_error(response, 400, refused)
+                continue
+            assert response.status_code == 200
+            events = parse_events(response.content)[:-1] if stream else [response.json()]
+            assert len({choice["index"] for event in events for choice in event["choices"]}) == fields.get("n", 1)
+            assert bool(joined(events)) is ("logprobs" in fields)
+            params = world.engine.seen[-1]
+            assert params.min_tokens == fields.get("min_tokens", 0)
+            assert params.top_k == fields.get("top_k", 0)
+            assert params.seed == 5 or "seed" not in fields
+
+
 # --- refusals --------------------------------------------------------------------------------------------------
 
 BAD_FIELDS: list[tuple[str, Any]] = [
@@ -517,14 +791,22 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("top_p", value) for value in (0, 1.1, -0.5, float("nan"), "1")],
     *[("top_k", value) for value in (-2, 1.5, 10**9, True)],
     *[("seed", value) for value in (1.5, "7", 2**64, -(2**63) - 1, True)],
-    *[("n", value) for value in (0, -1, 2, "1", True, 1.5)],
+    *[("n", value) for value in (0, -1, MAX_CHOICES + 1, "1", True, 1.5)],
+    *[("best_of", value) for value in (0, 2, "1", True)],
+    *[("min_tokens", value) for value in (-1, 20, 1.5, "1", True, 10**30)],
+    *[("min_p", value) for value in (-0.1, 1.1, "0", True, float("nan"))],
+    *[("repetition_penalty", value) for value in (0, -1, 101, "1", True, float("inf"))],
+    *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 3, "1", True)],
+    *[("logit_bias", value) for value in ({"5": 101}, {"5": -100.1}, {"5": "1"}, {"5": True}, {"5": None}, [], 5)],
+    *[("logit_bias", {key: 1}) for key in ("259", "-1", "05", "a", "1.0", "", " 5", "9" * 30, "٣", "\ud800")],
+    ("logit_bias", {"5": float("nan")}),
+    ("logit_bias", {str(token): 0 for token in range(MAX_LOGIT_BIAS + 1)}),
+    *[("logprobs", value) for value in (-1, 6, 1.5, "3", True)],
     *[("stop", value) for value in (list("abcde"), "", [""], [None], 5, {"a": 1}, ["\ud800"], "x" * 2000)],
     *[("stop_token_ids", value) for value in ([-1], [259], ["1"], [True], 5, list(range(200)))],
     *[("ignore_eos", value) for value in (1, "true")],
     *[("stream_options", value) for value in ({"include_usage": 1}, {"x": 1}, [])],
-    *[("best_of", 2), ("echo", True), ("logprobs", 3), ("logprobs", 0), ("min_tokens", 20), ("min_p", 0.1)],
-    *[("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("frequency_penalty", 1), ("suffix", "x")],
-    *[("repetition_penalty", 1.2), ("user", 5), ("metadata", 5), ("nonsense", 1), ("model", 5)],
+    *[("echo", True), ("suffix", "x"), ("user", 5), ("metadata", 5), ("nonsense", 1), ("model", 5)],
     *[("return_token_ids", 1), ("timings", "yes")],
     *[("prompt", value) for value in ("", [], [""], [[]], None, 5, {}, [1, "a"], ["a", 1], [1.5], [[1, "a"]])],
     *[("prompt", value) for value in ([True], [-1], [259], [10**30], [[1], [300]], "\ud800", ["a", ["b"]])],
@@ -598,6 +880,12 @@ async def test_bad_chats_are_named(world: World) -> None:
             )
             check_error(response, 400, "messages")
     check_error(await world.post("/v1/chat/completions", prompt="a"), 400)
+    fields: list[tuple[str, Any]] = [*[("logprobs", value) for value in (1, 0, "true")]]
+    fields += [("top_logprobs", value) for value in (-1, 21, 1.5, True, 3)]
+    for stream in (False, True):
+        for name, value in fields:
+            response = await world.post("/v1/chat/completions", messages=user("a"), stream=stream, **{name: value})
+            check_error(response, 400, name)
     assert world.engine.prompts == []
 
 
@@ -748,17 +1036,155 @@ async def test_failures_carry_their_cause(world: World) -> None:
     await world.complete(max_tokens=1)
 
 
-@in_world(max_rows=2)
+@in_world(max_rows=2, max_queue=6)
 async def test_queue_limit_and_retry_after(world: World) -> None:
     world.engine.paused = True
     tasks = [asyncio.create_task(world.post(prompt="ab", max_tokens=2)) for _ in range(2 + 4)]
     while world.client.num_waiting < 4:
         await asyncio.sleep(0.001)
     refused = await world.post(prompt="ab", stream=True)
-    assert check_error(refused, 503)["code"] == "queue_full"
+    error = check_error(refused, 429)
+    assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
     assert refused.headers["retry-after"] == "1"
+    assert (await world.metrics())["pdctl_requests_waiting"] == 6
     world.engine.paused = False
     assert [(await task).status_code for task in tasks] == [200] * 6
+    counted = await world.metrics()
+    assert counted["pdctl_requests_waiting"] == 0
+    assert counted['pdctl_requests_total{outcome="rejected"}'] == 1
+
+
+@in_world(max_rows=2, max_queue=1)
+async def test_prompts_of_one_request_wait_for_their_turn(world: World) -> None:
+    """A list longer than the queue is one request: it is admitted as a whole, or not."""
+    answer = await world.complete([f"p{number}" for number in range(9)], max_tokens=2)
+    assert len(answer["choices"]) == 9
+    world.engine.paused = True
+    task = asyncio.create_task(world.post(prompt="ab", max_tokens=1))
+    while not world.client.num_live:
+        await asyncio.sleep(0.001)
+    world.engine.decode.put(P.LOAD, 8)
+    check_error(await world.post(prompt=["ab", "cd"]), 429)
+    world.engine.decode.put(P.LOAD, 0)
+    assert world.client.num_live == 1
+    world.engine.paused = False
+    assert (await task).status_code == 200
+
+
+@in_world()
+async def test_a_role_without_daemons_refuses(world: World) -> None:
+    await world.complete(max_tokens=1)
+    world.client.readiness.absence_limit_s = 0.05
+    world.engine.decode.put(P.STATE, ParticipantState.STARTING)
+    await world.complete(max_tokens=1)  # gone for a moment: worth waiting
+    await asyncio.sleep(0.06)
+    for stream in (False, True):
+        refused = await world.post(prompt="ab", stream=stream)
+        error = check_error(refused, 503)
+        assert error["code"] == "no_daemon" and "no decode daemon" in error["message"]
+        assert refused.headers["retry-after"] == "1"
+    world.engine.decode.put(P.STATE, ParticipantState.READY)
+    await world.complete(max_tokens=1)
+
+
+@in_world(num_blocks=10, max_rows=2)
+async def test_what_can_never_fit_is_refused_and_what_fits_is_served(world: World) -> None:
+    """S45: the pool holds 80 tokens, the context 256; the first is refused with both numbers, nobody waits for it."""
+    for stream in (False, True):
+        error = check_error(await world.post(prompt="x" * 100, max_tokens=1, stream=stream), 400, "prompt")
+        assert error["code"] == "capacity_exceeded"
+        assert "13 blocks" in error["message"] and "the pool has 10" in error["message"]
+        assert (world.client.num_live, world.client.num_queued) == (0, 0)
+        assert (await world.complete("ab", max_tokens=2))["usage"]["completion_tokens"] == 2
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------
+
+
+@in_world(num_blocks=40)
+async def test_metrics_add_up_with_usage(world: World) -> None:
+    """Prompt, cached and generated tokens of all requests; outcomes; histograms of those that were answered."""
+
+    def reply(prompt: list[int]) -> list[int]:
+        for row in world.segment.rows.in_state(RowState.DECODING):
+            world.segment.rows.publish(row)
+        return ids_of(TEXT)
+
+    world.engine.reply = reply
+    prompts = ["x" * 30, "x" * 30, "x" * 20, "y" * 25, "ab", "x" * 30 + "z" * 9]
+    usages = [(await world.complete(prompt, max_tokens=7))["usage"] for prompt in prompts]
+    usages.append((await world.complete(["x" * 30, "y" * 25], max_tokens=3))["usage"])
+    await world.settle()
+    counted = await world.metrics()
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert cached > 0
+    assert counted["pdctl_prefix_cache_hit_tokens_total"] == cached
+    assert counted["pdctl_prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+    generated = sum(usage["completion_tokens"] for usage in usages)
+    assert counted["pdctl_generation_tokens_total"] == generated
+    assert counted['pdctl_requests_total{outcome="finished"}'] == 8
+    assert counted["pdctl_request_prompt_tokens_sum"] == counted["pdctl_prompt_tokens_total"]
+    assert counted["pdctl_request_generation_tokens_sum"] == generated
+    assert counted['pdctl_request_generation_tokens_bucket{le="5.0"}'] == 2
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "time_per_output_token"):
+        assert counted[f"pdctl_{name}_seconds_count"] == 8, name
+    # Of prompts that a prefill daemon saw.
+    assert 0 < counted["pdctl_handover_seconds_count"] < 8
+    assert sum(counted[f'pdctl_pool_blocks{{state="{state}"}}'] for state in POOL_STATES) == 40
+    assert counted['pdctl_pool_blocks{state="evictable"}'] == world.segment.words[H.LRU_COUNT] > 0
+    assert counted['pdctl_rows{state="free"}'] == 8
+    slot = world.engine.decode.slot
+    assert counted[f'pdctl_daemon_ready{{role="decode",slot="{slot}"}}'] == 1
+    world.engine.decode.put(P.STATE, ParticipantState.STOPPING)
+    world.engine.decode.put(P.BUSY_NS, 1_500_000_000)
+    counted = await world.metrics()
+    assert counted[f'pdctl_daemon_ready{{role="decode",slot="{slot}"}}'] == 0
+    assert counted[f'pdctl_daemon_busy_seconds_total{{role="decode",slot="{slot}"}}'] == 1.5
+    assert not any("_created" in name for name in counted)
+
+
+@in_world()
+async def test_every_metric_is_in_the_readme(world: World) -> None:
+    await world.complete(max_tokens=2)
+    text = (await world.http.get("/metrics")).text
+    served = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    written = set()
+    for name in re.findall(r"`(pdctl_[a-z_0-9{},]+)`", readme):
+        before, _, rest = name.partition("{")
+        middles, _, after = rest.partition("}")
+        written |= {before + middle + after for middle in middles.split(",")}
+    assert written == served
+
+
+POOL_STATES = ("free", "owned", "cached", "evictable")
+
+
+@in_world()
+async def test_metrics_of_rows_under_way_and_of_what_did_not_finish(world: World) -> None:
+    world.engine.reply = lambda prompt: ids_of("x")
+    leave = asyncio.Event()
+    call = asyncio.create_task(call_and_leave(world, stream=True, leave=leave))
+    rows = world.segment.rows
+    while sum(map(rows.count_tokens, rows.in_state(RowState.DECODING))) < 20:
+        await asyncio.sleep(0)
+    before = await world.metrics()
+    assert before["pdctl_generation_tokens_total"] > 10
+    assert before['pdctl_rows{state="decoding"}'] == 1
+    leave.set()
+    await call
+    await world.settle()
+    world.engine.failure = "out of luck"
+    await world.post(prompt="ab")
+    world.engine.failure = ""
+    await world.complete(stop="x")
+    await world.settle()
+    after = await world.metrics()
+    outcomes = {"finished": 1, "cancelled": 1, "failed": 1, "rejected": 0}
+    assert {name: after[f'pdctl_requests_total{{outcome="{name}"}}'] for name in outcomes} == outcomes
+    assert after["pdctl_generation_tokens_total"] >= before["pdctl_generation_tokens_total"]
+    assert after["pdctl_e2e_request_latency_seconds_count"] == 1
+    assert after["pdctl_request_generation_tokens_sum"] == 1
 
 
 @in_world(request_timeout_s=0.1)

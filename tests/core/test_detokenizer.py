@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import random
-from functools import cache
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_kinds import CORPUS, MANY, build
 
 from pdctl.core.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopChecker
 from pdctl.core.tokenizer import Tokenizer
 
-CORPUS = [
-    "Once upon a time there was a small daemon that lived in a shared segment.",
-    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))",
-    "Der Bär hört süße Töne. Ça va, où est l'été? 안녕하세요 세계. 日本語のテキスト。",
-]
 TEXTS = [
     *CORPUS,
     "",
@@ -29,42 +23,6 @@ TEXTS = [
     "a literal \ufffd in the text \ufffd",
     "<0x41> is not a byte token when it is text",
 ]
-MANY = ["bytelevel", "llama", "metaspace"]
-
-
-@cache
-def build(kind: str) -> Tokenizer:
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<unk>", "<s>", "</s>"]
-    if kind == "bytelevel":
-        inner = Inner(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        extra: list[str] = []
-    else:
-        inner = Inner(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        if kind == "llama":
-            parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-            inner.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
-        else:
-            inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-        alphabet, extra = [], [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special + extra, initial_alphabet=alphabet, show_progress=False
-    )
-    inner.train_from_iterator(CORPUS[:2] if extra else CORPUS, trainer)
-    if extra:
-        # The trainer made the bytes special; a byte is text.
-        state = inner.to_str().replace('"special":true', '"special":false')
-        inner = Inner.from_str(state)
-    return Tokenizer(
-        PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-    )
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], sizes: random.Random | None = None) -> list[str]:
@@ -162,6 +120,29 @@ def test_cost_is_linear(kind: str) -> None:
     assert decoded < 40 * len(ids)
 
 
+# --- single tokens ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_join_to_the_text(kind: str, text: str) -> None:
+    tokenizer = build(kind)
+    ids = tokenizer.encode(text)
+    joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    # SentencePiece writes a space before the first word, and decoding takes it away again.
+    assert joined == text if kind == "bytelevel" else joined.removeprefix(" ") == tokenizer.decode(ids)
+
+
+def test_bytes_of_special_and_of_missing_tokens() -> None:
+    for kind in MANY:
+        tokenizer = build(kind)
+        assert tokenizer.token_bytes(2) == b"</s>"
+        assert tokenizer.token_bytes(len(tokenizer) + 5) == b""
+    tokenizer = build("bytelevel")
+    halves = [tokenizer.token_bytes(token) for token in tokenizer.encode("😀")]
+    assert len(halves) > 1 and b"".join(halves) == "😀".encode()
+
+
 # --- stop strings ----------------------------------------------------------------------------------------------
 
 
@@ -203,6 +184,29 @@ def test_a_begun_stop_is_held_back_and_then_shown() -> None:
     assert checker.push("T") == ("<ENT", False)
     assert checker.push(" <EN") == (" ", False)
     assert checker.flush() == ("<EN", False)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "num_exempt", "expected"),
+    [
+        (["ab", "x", "ab", "y"], 2, ("abx", True)),
+        (["ab", "x", "ab", "y"], 4, ("abxaby", False)),
+        # One that is begun in time and ends later counts; one that is complete in time never does.
+        (["xa", "b"], 1, ("x", True)),
+        (["xab", "ab"], 1, ("xab", True)),
+        (["aa", "bc"], 1, ("a", True)),
+        (["xabc", "d"], 1, ("xabcd", False)),
+    ],
+)
+def test_early_stops_are_text(pieces: list[str], num_exempt: int, expected: tuple[str, bool]) -> None:
+    checker, shown = StopChecker(["ab", "abcde"]), ""
+    for number, piece in enumerate(pieces, 1):
+        text, stopped = checker.push(piece, exempt=number <= num_exempt)
+        shown += text
+        if stopped:
+            break
+    text, stopped = checker.flush()
+    assert (shown + text, stopped) == expected
 
 
 def test_nothing_comes_after_the_stop() -> None:

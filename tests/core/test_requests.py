@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdctl.core.detokenizer import IncrementalDetokenizer
+from pdctl.core.readiness import Readiness
 from pdctl.core.requests import (
     Choice,
     QueueFullError,
@@ -20,12 +21,14 @@ from pdctl.core.requests import (
 )
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import DeadlineError
-from pdctl.transport.layout import DType, Geometry, P, R
+from pdctl.transport.layout import LOGPROB_RING, DType, Geometry, H, P, R
 from pdctl.transport.recovery import verify
-from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState
-from pdctl.transport.segment import Role, Segment
+from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState, TokenLogprobs
+from pdctl.transport.segment import ParticipantState, Role, Segment
 
 EOS = 0
+# With 2 tokens of local prefill: a prompt for a prefill daemon, and one for decode.
+LONG, SHORT = list(b"0123456789"), list(b"abc")
 
 
 class ByteTokenizer:
@@ -35,10 +38,14 @@ class ByteTokenizer:
         return IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"))
 
 
+def logprobs_of(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token=token, logprob=-token / 8, top=((token + 1, -0.25),))
+
+
 class World:
     """A segment, a router, and both daemons' bells."""
 
-    def __init__(self, run_dir: Path, *, max_rows: int = 4, queue_limit: int = 8) -> None:
+    def __init__(self, run_dir: Path, *, max_rows: int = 4, max_queue: int = 8, max_batch: int = 2) -> None:
         self.segment = Segment.anonymous(
             Geometry(
                 num_blocks=64,
@@ -48,27 +55,40 @@ class World:
                 head_dim=1,
                 dtype=DType.FLOAT32,
                 max_rows=max_rows,
-                max_context=64,
+                max_context=256,
                 max_participants=8,
             )
         )
         self.rows = self.segment.rows
         self.prefill = self.segment.attach(Role.PREFILL)
         self.decode = self.segment.attach(Role.DECODE)
+        for daemon in (self.prefill, self.decode):
+            daemon.put(P.STATE, ParticipantState.READY)
         self.prefill_bell = Bell(run_dir, self.prefill.slot)
         self.decode_bell = Bell(run_dir, self.decode.slot)
         self.me = self.segment.attach(Role.ROUTER)
         self.bell = Bell(run_dir, self.me.slot)
-        self.client = RowClient(self.segment, self.me, self.bell, local_prefill_tokens=2, queue_limit=queue_limit)
+        self.client = RowClient(
+            self.segment, self.me, self.bell, local_prefill_tokens=2, max_batch=max_batch, max_queue=max_queue
+        )
+        for daemon in (self.prefill, self.decode):
+            daemon.put(P.STATE, ParticipantState.READY)
         self.news = asyncio.Event()
 
-    async def submit(self, prompt: bytes = b"0123456789", *, limit: int = 20, timeout_s: float = 30) -> RowStream:
+    async def submit(
+        self,
+        prompt: bytes = b"0123456789",
+        *,
+        limit: int = 20,
+        timeout_s: float = 30,
+        params: RowParams | None = None,
+    ) -> RowStream:
         now = time.monotonic_ns()
         request = RowRequest(
             request_id="r",
             tokens=list(prompt),
             limit_tokens=limit,
-            params=RowParams(),
+            params=params or RowParams(),
             deadline_ns=now + int(timeout_s * 1e9),
             received_ns=now,
         )
@@ -90,6 +110,9 @@ class World:
             if not self.rows.get(claim.row, R.T_FIRST_TOKEN):
                 self.rows.put(claim.row, R.T_FIRST_TOKEN, time.monotonic_ns())
             self.rows.commit_kv(claim.row, position + offset)
+            if self.rows.params(claim.row).num_logprobs is not None:
+                assert self.rows.has_logprob_room(claim.row, position + offset)
+                self.rows.put_logprobs(claim.row, position + offset, logprobs_of(token))
             self.rows.commit_token(claim.row, claim.generation, position + offset, token)
         self.decode_bell.ring(self.me.slot)
 
@@ -138,6 +161,26 @@ def test_tokens_arrive_in_order_and_the_row_is_recycled(tmp_path: Path) -> None:
         assert stats.queue_ms is not None and stats.prefill_ms is not None and stats.decode_ms is not None
         assert stats.first_token_ms is not None and stats.handover_us is not None
         assert (stats.prefill_slot, stats.decode_slot) == (world.prefill.slot, world.decode.slot)
+
+    play(tmp_path, scenario)
+
+
+def test_log_probabilities_come_with_tokens_and_make_room(tmp_path: Path) -> None:
+    """An owner that waits for room is woken; one that is read as it goes is left alone."""
+
+    async def scenario(world: World) -> None:
+        stream = await world.submit(limit=200, params=RowParams(num_logprobs=1))
+        claim, position = world.claim(stream.row), 10
+        text = bytes(range(LOGPROB_RING)) * 2 + b"rest"
+        for part in (text[:1], text[1:4], text[4 : 4 + LOGPROB_RING], text[4 + LOGPROB_RING :]):
+            world.decode_bell.drain()
+            world.emit(claim, position, part)
+            position += len(part)
+            await world.hear()
+            assert stream.take() == list(part)
+            assert stream.take_logprobs() == [logprobs_of(token) for token in part]
+            assert world.rows.get(claim.row, R.READ_TOKENS) == position
+            assert world.decode_bell.drain() is (len(part) >= LOGPROB_RING // 2)
 
     play(tmp_path, scenario)
 
@@ -193,17 +236,92 @@ def test_requests_wait_for_rows_in_order(tmp_path: Path) -> None:
 
 def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
-        await world.submit()
+        first = await world.submit()
+        world.claim(first.row)
         waiting = [asyncio.create_task(world.submit(timeout_s=0.05)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError):
-            await world.submit()
+        assert world.me.get(P.WAITING) == world.client.num_queued == 2
+        with pytest.raises(QueueFullError, match="2 requests wait for a daemon, at most 2 may"):
+            world.client.admit(LONG)
+        assert world.segment.words[H.REJECTED] == 1
         for task in waiting:
             with pytest.raises(TimeoutError):
                 await task
-        assert world.client.num_waiting == 0
+        assert world.me.get(P.WAITING) == world.client.num_waiting == 0
+        world.client.admit(LONG)
 
-    play(tmp_path, scenario, max_rows=1, queue_limit=2)
+    play(tmp_path, scenario, max_rows=1, max_queue=2)
+
+
+def test_rows_that_no_daemon_has_begun_are_in_the_queue(tmp_path: Path) -> None:
+    """Claimed once, a request has left it, even if it waits for its next daemon."""
+
+    async def scenario(world: World) -> None:
+        first, second = await world.submit(), await world.submit(b"abc")
+        assert world.client.num_queued == 2
+        with pytest.raises(QueueFullError):
+            world.client.admit(LONG)
+        assert world.rows.claim(world.prefill, first.row, alone=True) is not None
+        assert world.client.num_queued == 1
+        world.client.admit(LONG)
+        world.rows.commit_kv(first.row, 9)
+        world.rows.hand_over(first.row)
+        assert world.client.num_queued == 1
+        world.claim(second.row)
+        assert world.client.num_queued == 0
+        assert world.segment.words[H.REJECTED] == 1
+
+    play(tmp_path, scenario, max_queue=2, max_batch=1)
+
+
+def test_with_no_queue_whoever_finds_a_free_daemon_is_served(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.client.admit(LONG)
+        row = (await world.submit()).row
+        for busy in (False, True):
+            if busy:  # the only prefill daemon has a row
+                assert world.rows.claim(world.prefill, row, alone=True) is not None
+                world.prefill.put(P.LOAD, 1)
+            with pytest.raises(QueueFullError):
+                world.client.admit(LONG)
+            world.client.admit(SHORT)  # decode is free, and that is where a short prompt goes
+        world.decode.put(P.LOAD, 1)
+        world.client.admit(SHORT)
+        world.decode.put(P.LOAD, 2)
+        with pytest.raises(QueueFullError):
+            world.client.admit(SHORT)
+        world.decode.put(P.LOAD, 0)
+        world.decode.put(P.STATE, ParticipantState.STOPPING)
+        with pytest.raises(QueueFullError):
+            world.client.admit(SHORT)
+        world.rows.put_back(row, Actor.PREFILL)
+
+    play(tmp_path, scenario, max_queue=0, max_batch=2)
+
+
+def test_without_a_free_row_nobody_starts_at_once(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        await world.submit(b"abc")
+        with pytest.raises(QueueFullError):
+            world.client.admit(SHORT)
+
+    play(tmp_path, scenario, max_queue=0, max_rows=1)
+
+
+def test_a_role_that_lacks_is_told_after_a_moment(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        readiness = Readiness(world.segment, absence_limit_s=0.05)
+        assert readiness.absent() == []
+        world.decode.put(P.STATE, ParticipantState.STARTING)
+        assert (readiness.missing(), readiness.absent()) == (["decode"], [])
+        await asyncio.sleep(0.06)
+        assert readiness.absent() == ["decode"]
+        world.decode.put(P.STATE, ParticipantState.READY)
+        assert readiness.absent() == []
+        world.decode.put(P.STATE, ParticipantState.STARTING)
+        assert readiness.absent() == []
+
+    play(tmp_path, scenario)
 
 
 def test_cancel_without_an_owner_ends_at_once(tmp_path: Path) -> None:
@@ -300,6 +418,8 @@ def test_shutdown_ends_streams_waiters_and_rows(tmp_path: Path) -> None:
             await waiter
         with pytest.raises(ShuttingDownError):
             await world.submit()
+        with pytest.raises(ShuttingDownError):
+            world.client.admit(LONG)
 
     play(tmp_path, scenario, max_rows=1)
 
@@ -349,7 +469,41 @@ def test_a_stop_string_cancels_the_row_and_counts_to_its_last_token(tmp_path: Pa
         delta = choice.advance()
         assert (delta.text, delta.token_ids) == ("l", list(b"lo"))
         assert (choice.finish_reason, choice.num_tokens) == ("stop", 5)
-        assert world.rows.get(stream.row, R.CANCEL) == 1
+        assert world.rows.get(stream.row, R.CANCEL)
+
+    play(tmp_path, scenario)
+
+
+def test_stop_strings_count_from_min_tokens_on(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit(params=RowParams(min_tokens=4))
+        choice, claim = choice_of(stream, ("lo",)), world.claim(stream.row)
+        world.emit(claim, 10, b"lolo")
+        await world.hear()
+        assert (choice.advance().text, choice.is_done) == ("lolo", False)
+        world.emit(claim, 14, b"lo wo")
+        await world.hear()
+        delta = choice.advance()
+        assert (delta.text, delta.token_ids, choice.finish_reason) == ("", list(b"lo"), "stop")
+
+    play(tmp_path, scenario)
+
+
+def test_each_token_with_log_probabilities_has_its_place_in_the_text(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit(params=RowParams(num_logprobs=1))
+        choice, claim = choice_of(stream, ("zz",)), world.claim(stream.row)
+        world.emit(claim, 10, "aéz".encode())
+        await world.hear()
+        delta = choice.advance()
+        assert delta.text == "aé"
+        assert delta.text_offsets == [0, 1, 1, 2]
+        world.emit(claim, 14, b"zy\0")
+        await world.hear()
+        delta = choice.advance()
+        # Nothing of what comes after the stop.
+        assert (delta.token_ids, delta.text_offsets) == (list(b"z"), [3])
+        assert delta.logprobs == [logprobs_of(token) for token in b"z"]
 
     play(tmp_path, scenario)
 

@@ -17,9 +17,9 @@ import pytest
 from pdctl.core import status as core_status
 from pdctl.core.status import SegmentStatus, cluster_status, cluster_status_of, describe, find_segment, look, to_dict
 from pdctl.transport.errors import CorruptSegmentError, IncompatibleError, NotFoundError
-from pdctl.transport.layout import WORD, B, H, P, R
+from pdctl.transport.layout import LAYOUT_VERSION, WORD, B, H, P, R
 from pdctl.transport.lock import Op
-from pdctl.transport.rows import RowState
+from pdctl.transport.rows import RowParams, RowState
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
 Cluster = Any
@@ -108,6 +108,7 @@ def test_counters(cluster: Cluster) -> None:
     assert counters.num_requests == 9
     assert (counters.num_finished, counters.num_failed, counters.num_cancelled) == (1, 1, 1)
     assert counters.num_prompt_tokens > 0
+    assert (counters.num_output_tokens, counters.num_rejected) == (1, 0)
 
 
 def test_no_token_and_no_control_character_leaves_the_segment(cluster: Cluster) -> None:
@@ -206,7 +207,7 @@ def _pipe(path: Path, _: Path) -> None:
         (_empty, CorruptSegmentError, "0 bytes found"),
         (_truncated, CorruptSegmentError, "cut off"),
         (_header_only, CorruptSegmentError, "cut off"),
-        (_other_layout, IncompatibleError, "layout version 99 found, 1 expected"),
+        (_other_layout, IncompatibleError, f"layout version 99 found, {LAYOUT_VERSION} expected"),
         (_impossible, CorruptSegmentError, "its geometry gives"),
         (_directory, CorruptSegmentError, "not a regular file"),
         (_pipe, CorruptSegmentError, "not a regular file"),
@@ -283,6 +284,23 @@ def test_segments_are_found_running_crashed_or_not_at_all(cluster: Cluster) -> N
         cluster_status(cluster.state_dir, cluster.name)
     with pytest.raises(NotFoundError, match="not running"):
         find_segment(cluster.state_dir, "no-such-cluster")
+
+
+def test_the_queue_is_what_no_daemon_has_worked_on(cluster: Cluster) -> None:
+    """One row is queued, one that waits for decode is past prefill, one went to decode directly."""
+    assert described(cluster).num_queued == 1
+    cluster.router.me.put(P.WAITING, 3)
+    claim = cluster.router.rows.submit(
+        cluster.router.me,
+        request_id="short",
+        tokens=[5],
+        limit_tokens=3,
+        params=RowParams(),
+        local_prefill_tokens=0,
+    )
+    assert cluster.segment.rows.state(claim.row) is RowState.READY
+    assert described(cluster).num_queued == 5
+    assert cluster_status_of(cluster.state(max_queue=7), described(cluster)).max_queue == 7
 
 
 # --- clusters ----------------------------------------------------------------------------------------------
@@ -392,18 +410,19 @@ POOL_KEYS = (
 )
 COUNTER_KEYS = (
     "num_requests num_finished num_failed num_cancelled num_preemptions num_adoptions num_deaths "
-    "num_repairs num_evictions num_cached_tokens num_prompt_tokens num_lock_sections"
+    "num_repairs num_evictions num_cached_tokens num_prompt_tokens num_lock_sections num_rejected "
+    "num_output_tokens"
 )
 SEGMENT_KEYS = (
     "schema name path layout_version state total_bytes kv_bytes num_blocks block_tokens num_layers "
     "num_kv_heads head_dim dtype max_rows max_context max_participants block_bytes token_bytes fingerprint "
     "numerics_id created_unix_ns sequence in_use as_of torn section another_boot foreign_pid_namespace "
-    "participants rows_by_state rows pool counters block_map"
+    "participants rows_by_state rows pool counters block_map num_queued"
 )
 CLUSTER_KEYS = (
     "schema name health causes phase model model_path dtype numerics numerics_id bit_exact attention linear "
     "url started_unix_ns uptime_s supervisor_pid supervisor_state wanted_prefill wanted_decode log_dir "
-    "segment segment_bytes kv_bytes processes rows_by_state pool counters"
+    "segment segment_bytes kv_bytes processes rows_by_state pool counters num_queued max_queue"
 )
 
 

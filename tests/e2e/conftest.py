@@ -107,6 +107,13 @@ class Cluster:
         assert result.code == 0, result.err
         self.assert_clean()
 
+    def assert_no_noise(self) -> None:
+        """Nothing that a process says when it ends with something still in use (S28)."""
+        for path in (self.state_dir / "logs" / self.name).glob("*.log"):
+            text = path.read_text(errors="replace")
+            for noise in ("Exception ignored", "BufferError", "resource_tracker", "leaked"):
+                assert noise not in text, f"{path}: {noise}"
+
     def assert_clean(self) -> None:
         """No process, segment or state file; only logs."""
         assert not (self.state_dir / self.name).exists()
@@ -151,6 +158,7 @@ def _starter(state_dir: Path) -> Iterator[Starter]:
             one.cli("down")
     for one in started:
         one.assert_clean()
+        one.assert_no_noise()
 
 
 @pytest.fixture

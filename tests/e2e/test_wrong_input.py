@@ -89,6 +89,7 @@ def assert_refused(cluster: Any, result: Any, code: int, *says: str) -> None:
         ("--local-prefill-tokens -1", 2, "--local-prefill-tokens -1: expected 0 to"),
         ("--chunk-tokens 0", 2, "--chunk-tokens 0: expected 1 to"),
         ("--max-batch 0", 2, "--max-batch 0: expected 1 to"),
+        ("--max-queue -1", 2, "--max-queue -1: expected 0 to"),
         ("--host not-an-address", 2, "--host not-an-address"),
         ("--host 203.0.113.7", 2, "--host 203.0.113.7"),
         ("--host ''", 2, "--host"),

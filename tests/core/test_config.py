@@ -1,0 +1,68 @@
+"""What is decided before anything starts: threads, rows, and a record that survives being written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdctl.core import config
+from pdctl.core.config import ClusterSpec, default_threads, rows_for
+from pdctl.transport.errors import IncompatibleError, UsageError
+
+
+def spec(**changes: object) -> ClusterSpec:
+    values: dict[str, object] = {
+        "name": "c",
+        "state_dir": Path("/tmp/c"),
+        "model_path": Path("/models/tiny"),
+        "model_name": "tiny",
+        "fingerprint": 1,
+        "num_layers": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 100,
+        "eos_token_ids": (),
+    }
+    return ClusterSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "cores", "expected"),
+    [
+        (None, None, 8, (8, 7)),
+        (None, None, 1, (1, 1)),
+        (None, "3", 8, (3, 2)),
+        (None, "1", 8, (1, 1)),
+        (None, "0", 8, (8, 7)),
+        (None, "2,3", 8, (8, 7)),
+        (4, "1", 8, (4, 3)),
+    ],
+)
+def test_threads(
+    monkeypatch: pytest.MonkeyPatch,
+    given: int | None,
+    environment: str | None,
+    cores: int,
+    expected: tuple[int, int],
+) -> None:
+    """S48: --threads, else OMP_NUM_THREADS, else the cores; decode leaves one."""
+    monkeypatch.setattr(config, "usable_cores", lambda: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    assert default_threads(given) == expected
+
+
+def test_every_place_of_a_batch_has_a_row() -> None:
+    assert rows_for(1, 1, 32) == config.MIN_ROWS
+    assert rows_for(2, 3, 100) == 302
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    made = spec(max_queue=0, max_rows=302, eos_token_ids=(2, 5))
+    assert ClusterSpec.from_json(made.to_json()) == made
+    with pytest.raises(IncompatibleError):
+        ClusterSpec.from_json('{"name": "c"}')
+    with pytest.raises(UsageError, match="--max-queue -1"):
+        spec(max_queue=-1)

@@ -1,0 +1,490 @@
+"""Many requests at once, requests that are given up, pools that are too small.
+
+Every answer is the one it would be alone, and afterwards nothing is held.
+
+One cluster of two prefill and two decode daemons for all; a cramped one for what needs want of room.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdctl.core.status import ClusterStatus, Counters, cluster_status, private_bytes
+from pdctl.core.tokenizer import Tokenizer
+from pdctl.transport.doorbell import Bell
+from pdctl.transport.layout import P, R
+from pdctl.transport.names import cluster_dir
+from pdctl.transport.recovery import verify
+from pdctl.transport.rows import RowParams, RowState
+from pdctl.transport.segment import Role, Segment, take_snapshot
+
+pytestmark = pytest.mark.e2e
+
+BLOCK = 16
+NUM_BLOCKS = 512
+MAX_BATCH = 16
+DAEMONS = (Role.PREFILL, Role.DECODE)
+
+
+@pytest.fixture(scope="module")
+def cluster(start_shared: Any, tiny_dir: Path) -> Any:
+    """Without --threads: how many there are, the environment says."""
+    return start_shared(
+        "--model", str(tiny_dir), "--dtype", "float32", "--block-size", str(BLOCK), "--kv-blocks", str(NUM_BLOCKS),
+        "--max-context", "2048", "--chunk-tokens", "16", "--local-prefill-tokens", "0", "--prefill", "2",
+        "--decode", "2", "--max-batch", str(MAX_BATCH), "--max-queue", "100",
+        env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _idle_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test did, its blocks come back, nobody died that was not meant to, and everything adds up."""
+    one = request.getfixturevalue("cramped" if "cramped" in request.fixturenames else "cluster")
+    deaths, pids = counters(one).num_deaths, pids_of(one)
+    yield
+    settle(one)
+    status = status_of(one)
+    assert (status.pool.num_private, status.pool.num_referenced) == (0, 0)
+    assert (status.num_queued, status.causes) == (0, ())
+    assert verify(snapshot(one)) == []
+    if "deadly" not in request.keywords:
+        assert (status.counters.num_deaths, pids_of(one)) == (deaths, pids)
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.005)
+    raise AssertionError(f"{what}: not in {timeout_s} s")
+
+
+def snapshot(cluster: Any) -> Segment:
+    return take_snapshot(cluster.state.segment_name).segment
+
+
+def count(cluster: Any, *states: RowState) -> int:
+    found = snapshot(cluster).rows.states()
+    return sum(found.count(int(state)) for state in states)
+
+
+def settle(cluster: Any) -> None:
+    rows = snapshot(cluster).geometry.max_rows
+    wait_for(lambda: count(cluster, RowState.FREE) == rows, "the end of all rows")
+
+
+def status_of(cluster: Any) -> ClusterStatus:
+    return cluster_status(cluster.state_dir, cluster.name)
+
+
+def counters(cluster: Any) -> Counters:
+    return status_of(cluster).counters
+
+
+def pids_of(cluster: Any) -> list[int]:
+    return sorted(pid for role in (Role.SUPERVISOR, Role.ROUTER, *DAEMONS) for _, pid in cluster.slots(role))
+
+
+def computed(cluster: Any, word: P) -> int:
+    """A counter summed over all daemons."""
+    segment = snapshot(cluster)
+    return sum(segment.participant_word(slot, word) for role in DAEMONS for slot in segment.slots(role))
+
+
+def tokens_of(length: int, seed: int) -> list[int]:
+    source = random.Random(1000 * seed + length)
+    return [source.randrange(3, 259) for _ in range(length)]
+
+
+class Caller:
+    """A client that can hang up at any moment."""
+
+    def __init__(self, cluster: Any, prompt: list[int], max_tokens: int, *, stream: bool = False) -> None:
+        host, _, port = cluster.state.url.removeprefix("http://").rpartition(":")
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+        data = json.dumps(body).encode()
+        headers = {
+            "Host": host,
+            "Content-Type": "application/json",
+            "Connection": "close",
+            "Content-Length": len(data),
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.socket = socket.create_connection((host, int(port)), timeout=120)
+        self.socket.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
+
+    def rest(self) -> bytes:
+        found = b"".join(iter(lambda: self.socket.recv(65536), b""))
+        self.socket.close()
+        return found
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+# --- the same answers ----------------------------------------------------------------------------------------
+
+
+def test_sixteen_at_once_get_their_own_answers(cluster: Any) -> None:
+    """S04: three rounds; prompts and answers of all lengths, so that they join and leave the batches."""
+    words = ["ZEBRA", "OTTER", "LLAMA", "TAPIR", "GECKO", "HERON", "BISON", "LEMUR"]
+    secrets = [f"{word}-{number:02}" for number, word in enumerate(2 * words)]
+    prompts = [
+        "x" * (13 * at % 90) + f" The password is {secret}. The password is" for at, secret in enumerate(secrets)
+    ]
+
+    def ask(at: int) -> tuple[str, list[int]]:
+        choice = cluster.complete(prompts[at], 8 + 5 * at % 24)["choices"][0]
+        return choice["text"], choice["token_ids"]
+
+    alone = [ask(at) for at in range(16)]
+    assert len({tuple(ids) for _, ids in alone}) == 16
+    with ThreadPoolExecutor(16) as pool:
+        for _ in range(3):
+            assert list(pool.map(ask, range(16))) == alone
+    for at, (text, _) in enumerate(alone):
+        assert not any(secret in text for other, secret in enumerate(secrets) if other != at)
+
+
+def test_a_prefix_from_the_cache_changes_nothing(cluster: Any) -> None:
+    """S05: cold, warm, warm beside four streams, and after others have taken its blocks."""
+    prompt = tokens_of(100, seed=5)
+    full = (len(prompt) - 1) // BLOCK * BLOCK
+
+    def ask() -> tuple[int, list[int]]:
+        answer = cluster.complete(prompt, 24)
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["token_ids"]
+
+    cold, warm = ask(), ask()
+    others = [Caller(cluster, tokens_of(20, seed=at), 300, stream=True) for at in range(4)]
+    wait_for(lambda: count(cluster, RowState.DECODING) == 4, "four streams")
+    beside = ask()
+    assert count(cluster, RowState.DECODING) == 4
+    assert all(other.rest().endswith(b"0\r\n\r\n") for other in others)
+    with ThreadPoolExecutor(4) as pool:
+        # 20 prompts of 30 blocks: more than there are.
+        list(pool.map(lambda at: cluster.complete(tokens_of(480, seed=at), 1), range(20)))
+    evicted = ask()
+    assert [hits for hits, _ in (cold, warm, beside, evicted)] == [0, full, full, 0]
+    assert cold[1] == warm[1] == beside[1] == evicted[1]
+
+
+def test_all_daemons_share_one_prefix_cache(cluster: Any) -> None:
+    """S06: whichever daemon filled the blocks, and whichever claims the row, every full block is a hit."""
+    for length in (33, 200, 257):
+        prompt = tokens_of(length, seed=6)
+        first = cluster.complete(prompt, 20)
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        expected = (length - 1) // BLOCK * BLOCK
+        slots = {role: {slot for slot, _ in cluster.slots(role)} for role in DAEMONS}
+        seen: dict[Role, set[int | None]] = {role: set() for role in DAEMONS}
+
+        def ask(more: list[int], prompt: list[int] = prompt) -> dict[str, Any]:
+            answer: dict[str, Any] = cluster.complete(prompt + more, 4)
+            return answer
+
+        for turn in range(50):
+            # Several at once: no daemon can take them all. What comes after the prompt differs, to need a prefill.
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(ask, [[3 + turn, 3 + at] for at in range(8)]))
+            for answer in answers:
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == (length + 1) // BLOCK * BLOCK or cached == expected
+                assert cached >= expected
+                seen[Role.PREFILL].add(answer["timings"]["prefill_slot"])
+                seen[Role.DECODE].add(answer["timings"]["decode_slot"])
+            if all(seen[role] - {None} == slots[role] for role in DAEMONS):
+                break
+        assert {role: seen[role] - {None} for role in DAEMONS} == slots
+        # What a decode daemon generated is as good: the next turn finds it.
+        spoken = prompt + first["choices"][0]["token_ids"]
+        again = cluster.complete([*spoken, 5], 1)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert again == (len(spoken) - 1) // BLOCK * BLOCK
+
+
+def test_lists_of_prompts_keep_their_order_every_time(cluster: Any, tiny_dir: Path) -> None:
+    """S11."""
+    tokenizer = Tokenizer.load(tiny_dir)
+    prompts = ["one", "two and a half", "x" * 70, "four", "five " * 9]
+    alone = [cluster.complete(prompt, 12)["choices"][0] for prompt in prompts]
+    for form in (prompts, prompts, prompts, [tokenizer.encode(prompt) for prompt in prompts]):
+        choices = cluster.complete(form, 12)["choices"]
+        assert [choice["index"] for choice in choices] == list(range(5))
+        assert [choice["text"] for choice in choices] == [choice["text"] for choice in alone]
+        assert [choice["token_ids"] for choice in choices] == [choice["token_ids"] for choice in alone]
+
+
+def test_greedy_and_sampled_in_one_batch(cluster: Any) -> None:
+    """S10: A greedy, B seed 7, C greedy, D seed 7."""
+    prompt = tokens_of(40, seed=10)
+    sampled = {"temperature": 0.9, "seed": 7}
+    alone = {"A": cluster.ids(prompt, 60), "B": cluster.ids(prompt, 60, **sampled)}
+    assert alone["A"] != alone["B"]
+    with ThreadPoolExecutor(4) as pool:
+        a, b, c, d = pool.map(lambda more: cluster.ids(prompt, 60, **more), [{}, sampled, {}, sampled])
+    assert (a, c) == (alone["A"], alone["A"])
+    assert (b, d) == (alone["B"], alone["B"])
+
+
+def test_empty_prompts_disturb_nobody(cluster: Any) -> None:
+    """S51: all of them while two streams run."""
+    prompts = [tokens_of(30, seed=51), tokens_of(50, seed=52)]
+    alone = [cluster.ids(prompt, 300) for prompt in prompts]
+    bodies: list[tuple[str, dict[str, Any], int]] = [
+        ("/v1/completions", {"prompt": prompt, "max_tokens": 2}, status)
+        for prompt, status in (("", 400), ("   ", 200), ([], 400), ([""], 400), (None, 400), ([[]], 400))
+    ]
+    bodies += [("/v1/completions", {"max_tokens": 2}, 400), ("/v1/chat/completions", {"messages": []}, 400)]
+    for content, status in ((None, 400), ("", 200)):
+        messages = [{"role": "user", "content": content}]
+        bodies.append(("/v1/chat/completions", {"messages": messages, "max_tokens": 2}, status))
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(cluster.ids, prompt, 300) for prompt in prompts]
+        wait_for(lambda: count(cluster, RowState.DECODING) == 2, "two streams")
+        for path, body, expected in bodies:
+            for stream in (False, True) if expected == 400 else (False,):
+                status, answer = cluster.post(path, {**body, "stream": stream})
+                assert status == expected, (body, answer)
+        assert count(cluster, RowState.DECODING) > 0, "the streams ended too early to be disturbed"
+        assert [one.result() for one in streams] == alone
+
+
+def test_any_bytes_are_valid_answers(cluster: Any) -> None:
+    """S19: a random model at temperature 2 says every id, those without a text too."""
+    bodies = [
+        {"prompt": f"{at}", "max_tokens": 256, "temperature": 2, "seed": at, "ignore_eos": True} for at in range(20)
+    ]
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda body: cluster.post("/v1/completions", body), bodies))
+    assert [status for status, _ in answers] == [200] * 20
+    assert [answer["usage"]["completion_tokens"] for _, answer in answers] == [256] * 20
+    texts = "".join(answer["choices"][0]["text"] for _, answer in answers)
+    assert "\ufffd" in texts  # what is no UTF-8 is shown as such
+    for value in ("\ud800", "a\x00\x1b[31m\u202e\ud800"):
+        for name in ("prompt", "stop", "model", value):
+            status, answer = cluster.post("/v1/completions", {"prompt": "a", name: value})
+            assert status in (400, 404), (name, answer)
+            assert answer["error"]["message"]
+
+
+# --- given up ------------------------------------------------------------------------------------------------
+
+
+def test_who_leaves_before_the_first_token_frees_everything(cluster: Any) -> None:
+    """S23: decode is full, ten more are past prefill and wait for it; their clients go."""
+    full = 2 * MAX_BATCH
+    streams = [Caller(cluster, tokens_of(20, seed=at), 180, stream=True) for at in range(full)]
+    wait_for(lambda: count(cluster, RowState.DECODING) == full, "full batches")
+    waiting = [Caller(cluster, tokens_of(60, seed=at), 100, stream=at % 2 == 0) for at in range(10)]
+    wait_for(lambda: count(cluster, RowState.READY) == 10, "ten rows past prefill")
+    for caller in waiting:
+        caller.leave()
+    wait_for(lambda: count(cluster, RowState.READY) == 0, "their end")
+    assert count(cluster, RowState.DECODING) == full
+    assert all(stream.rest().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for stream in streams)
+
+
+def test_clients_that_come_and_go_leave_no_trace(cluster: Any) -> None:
+    """S24: 160 short requests, a quarter given up at random moments; memory and descriptors do not grow."""
+    source = random.Random(24)
+    plans = [(at, source.random() < 0.25, source.random() * 0.2) for at in range(160)]
+    samples: list[tuple[dict[int, int], dict[int, int]]] = []
+
+    def call(plan: tuple[int, bool, float]) -> bool:
+        at, gives_up, after_s = plan
+        caller = Caller(cluster, tokens_of(10 + at % 50, seed=at), 12, stream=at % 3 == 0)
+        if gives_up:
+            time.sleep(after_s)
+            caller.leave()
+            return True
+        return caller.rest().startswith(b"HTTP/1.1 200")
+
+    with ThreadPoolExecutor(8) as pool:
+        for start in range(0, len(plans), 40):
+            assert all(pool.map(call, plans[start : start + 40]))
+            settle(cluster)
+            pids = pids_of(cluster)
+            samples.append(
+                (
+                    {pid: len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids},
+                    {pid: private_bytes(pid) or 0 for pid in pids},
+                )
+            )
+    # After the first half, when all has been touched once.
+    (fds_before, bytes_before), (fds_after, bytes_after) = samples[1], samples[3]
+    print("fds", fds_before, fds_after, "private", bytes_before, bytes_after)
+    assert all(fds_after[pid] <= fds_before[pid] for pid in fds_before)
+    assert all(bytes_after[pid] - bytes_before[pid] < 2 << 20 for pid in bytes_before)
+
+
+def test_work_stops_when_its_client_leaves(cluster: Any) -> None:
+    """S47: in the middle of a long prompt, and of a long answer, not streamed; then daemons have nothing to do."""
+    prompt = tokens_of(1900, seed=47)
+    before = computed(cluster, P.PREFILL_TOKENS)
+    caller = Caller(cluster, prompt, 100)
+    wait_for(lambda: count(cluster, RowState.PREFILLING), "prefill")
+    caller.leave()
+    settle(cluster)
+    assert computed(cluster, P.PREFILL_TOKENS) - before < 1500
+    before = computed(cluster, P.DECODE_TOKENS)
+    caller = Caller(cluster, tokens_of(30, seed=47), 1900)
+    wait_for(lambda: computed(cluster, P.DECODE_TOKENS) > before + 3, "decode")
+    caller.leave()
+    settle(cluster)
+    assert computed(cluster, P.DECODE_TOKENS) - before < 1500
+    used = [_cpu_s(cluster) for _ in range(2) if time.sleep(1) is None]
+    # A daemon that went on would use a second of it.
+    assert used[1] - used[0] < 0.5
+    assert len(cluster.ids(prompt[:50], 3)) == 3
+
+
+def _cpu_s(cluster: Any) -> float:
+    return sum(one.cpu_s or 0 for one in status_of(cluster).processes if one.role in ("prefill", "decode"))
+
+
+# --- too many ------------------------------------------------------------------------------------------------
+
+
+def test_a_storm_is_served_or_refused(cluster: Any) -> None:
+    """S46: 150 at once; `status` answers meanwhile and knows the queue."""
+    prompt = tokens_of(24, seed=46)
+    expected = cluster.ids(prompt, 64)
+    rejected, longest, stop = counters(cluster).num_rejected, 0, threading.Event()
+
+    def watch() -> int:
+        nonlocal longest
+        looks = 0
+        while not stop.is_set():
+            result = cluster.cli("status", "--json")
+            assert result.code == 0, result
+            status = json.loads(result.out)
+            assert status["max_queue"] == 100
+            longest = max(longest, status["num_queued"])
+            looks += 1
+        return looks
+
+    def ask(_: int) -> tuple[int, dict[str, Any]]:
+        body = {"prompt": prompt, "max_tokens": 64, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer: tuple[int, dict[str, Any]] = cluster.post("/v1/completions", body)
+        return answer
+
+    with ThreadPoolExecutor(151) as pool:
+        watcher = pool.submit(watch)
+        answers = list(pool.map(ask, range(150)))
+        stop.set()
+        assert watcher.result() >= 1
+    assert {status for status, _ in answers} <= {200, 429}
+    refused = [answer["error"] for status, answer in answers if status == 429]
+    assert all(error["code"] == "queue_full" for error in refused)
+    assert counters(cluster).num_rejected - rejected == len(refused)
+    served = [answer["choices"][0]["token_ids"] for status, answer in answers if status == 200]
+    assert len(served) >= 100
+    assert all(ids == expected for ids in served)
+    assert 0 < longest <= 100
+
+
+def test_threads_are_what_the_environment_says(cluster: Any) -> None:
+    """S48."""
+    daemons = [one for one in status_of(cluster).processes if one.role in ("prefill", "decode")]
+    assert [one.num_threads for one in daemons] == [1] * 4
+    for one in daemons:
+        names = [path.read_text().strip() for path in Path(f"/proc/{one.pid}/task").glob("*/comm")]
+        # Its own, and the one that maps the pool, if that is not done yet.
+        assert len(names) <= 2, names
+
+
+@pytest.mark.deadly
+def test_a_request_that_kills_daemons_is_given_up_and_its_cause_is_what_is_seen(cluster: Any) -> None:
+    """S28: a token that no model has, put past the router: three daemons fall over it, then the row fails.
+
+    The log begins with the real error, and nothing complains of what was still mapped.
+    """
+    segment = Segment.open(cluster.state.segment_name)
+    me = segment.attach(Role.ROUTER)
+    bell = Bell(cluster_dir(cluster.state_dir, cluster.name), me.slot)
+    try:
+        claim = segment.rows.submit(
+            me,
+            request_id="poison",
+            tokens=[5] * 20 + [1_000_000],
+            limit_tokens=30,
+            params=RowParams(),
+            local_prefill_tokens=100,
+        )
+        assert claim is not None
+        wait_for(lambda: segment.rows.state(claim.row) is RowState.FAILED, "the end of it")
+        error = segment.rows.error_text(claim.row)
+        assert segment.rows.get(claim.row, R.DEATHS_ALONE) == 3
+        assert segment.rows.recycle(claim.row, claim.generation)
+    finally:
+        segment.detach(me)
+        bell.close()
+        segment.close()
+    assert "decode-" in error and "exit code 1" in error and "pdctl logs" in error
+    wait_for(lambda: cluster.cli("status").code == 0, "four daemons")
+    log = cluster.cli("logs", "--tail", "100000").out
+    first = log[log.index("Traceback") :]
+    assert "index out of range" in first.split("Traceback")[1]
+    cluster.assert_no_noise()
+
+
+# --- too little ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cramped(start_shared: Any, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that knows no end of an answer (S13), and a pool of one and a half requests, less than its context."""
+    import shutil
+
+    model = tmp_path_factory.mktemp("endless") / "model"
+    shutil.copytree(tiny_dir, model)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((model / name).read_text())
+        values.pop("eos_token_id", None)
+        values.pop("eos_token", None)
+        (model / name).write_text(json.dumps(values))
+    return start_shared(
+        "--model", str(model), "--dtype", "float32", "--kv-blocks", "12", "--max-context", "512",
+        "--chunk-tokens", "16", "--local-prefill-tokens", "0", "--threads", "1",
+    )  # fmt: skip
+
+
+def test_a_model_without_an_end_goes_on_to_the_limit(cramped: Any) -> None:
+    """S13."""
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 150}
+    status, answer = cramped.post("/v1/completions", body)
+    assert status == 200, answer
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 150
+
+
+def test_four_that_need_the_pool_each(cramped: Any) -> None:
+    """S14: each grows to two thirds of the pool; they take turns, and nothing of it is in the answers."""
+    prompts = [tokens_of(40, seed=at) for at in range(4)]
+    alone = [cramped.ids(prompt, 90) for prompt in prompts]
+    before = counters(cramped).num_preemptions
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda prompt: cramped.ids(prompt, 90), prompts)) == alone
+    assert counters(cramped).num_preemptions > before
+
+
+def test_what_fits_the_context_and_not_the_pool(cramped: Any) -> None:
+    """S45: refused at once with both numbers; the next short request is served."""
+    status, answer = cramped.post("/v1/completions", {"prompt": tokens_of(300, seed=45), "max_tokens": 5})
+    assert status == 400
+    assert answer["error"]["code"] == "capacity_exceeded"
+    assert "20 blocks of 16" in answer["error"]["message"] and "the pool has 12" in answer["error"]["message"]
+    assert counters(cramped).num_failed == 0
+    assert len(cramped.ids(tokens_of(20, seed=45), 3)) == 3
