@@ -307,7 +307,7 @@ def test_released_rows_go_on_with_a_peer_as_they_are(model: Model, tiny_dir: Pat
     assert len(owners) == 2
     assert verify(cluster.segment) == []
     assert (rows.get(row, R.PREFILLED_TOKENS), rows.get(row, R.LOCAL_TOKENS)) == (149, 0)
-    assert (rows.get(row, R.PREEMPTIONS), rows.get(row, R.ATTEMPTS)) == (0, 0)
+    assert (rows.get(row, R.ADOPTIONS), rows.get(row, R.PREEMPTIONS), rows.get(row, R.ATTEMPTS)) == (0, 0, 0)
     assert cluster.take(row, generation, len(prompt)) == expected
 
 
