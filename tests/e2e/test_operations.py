@@ -83,7 +83,7 @@ def assert_under_way(running: list[Future[list[int]]]) -> None:
 def assert_computed_once(rows: Any, found: list[int]) -> None:
     """Whoever took these rows up had nothing of them to compute but the next token."""
     for row in found:
-        assert (rows.get(row, R.PREEMPTIONS), rows.get(row, R.LOCAL_TOKENS)) == (0, 0)
+        assert (rows.get(row, R.ADOPTIONS), rows.get(row, R.PREEMPTIONS), rows.get(row, R.LOCAL_TOKENS)) == (0, 0, 0)
         assert rows.get(row, R.PREFILLED_TOKENS) == rows.get(row, R.NUM_PROMPT) - 1 - rows.get(row, R.CACHED_TOKENS)
 
 
