@@ -22,8 +22,22 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="0: all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Drop what is less likely than this share of the top.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt or answer has.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="The same, for each time it is there.")
+    ] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same answer.", show_default="random")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; up to 4.")] = None,
+    min_tokens: Annotated[int, typer.Option("--min-tokens", help="No end before so many tokens.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
     as_json: JsonOption = False,
     timings: Annotated[bool, typer.Option("--timings", help="Where the time went, on stderr.")] = False,
     name: NameOption = DEFAULT_CLUSTER,
@@ -45,6 +59,12 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
         "timings": timings or as_json,
     }
     if seed is not None:

@@ -53,7 +53,7 @@ def up(
         typer.Option(
             "--max-context",
             help="Tokens of one request, prompt and answer together.",
-            show_default="the model's, at most 8192",
+            show_default="what the model can have, at most 8192",
         ),
     ] = None,
     threads: Annotated[
@@ -147,11 +147,9 @@ def _spec(
     of_model = resolved.config
     if dtype == "auto":
         dtype = numerics.default_dtype(of_model.dtype)
-    context = max_context or min(config.DEFAULT_MAX_CONTEXT, of_model.max_position_embeddings)
-    if max_context is not None and not 2 <= max_context <= of_model.max_position_embeddings:
-        raise UsageError(
-            f"--max-context {max_context}: expected 2 to {of_model.max_position_embeddings}, the model's own limit"
-        )
+    context = config.context_of(of_model, max_context)
+    if max_context is None and context < min(config.DEFAULT_MAX_CONTEXT, of_model.max_position_embeddings):
+        remark(f"context: {context} tokens, {config.context_limit_words(of_model)}")
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"--threads {threads}: expected 1 to 1024")
     threads_prefill, threads_decode = config.default_threads(threads)

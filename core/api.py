@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from pdctl.core.logprobs import chat_logprobs, completion_logprobs
 from pdctl.core.metrics import Metrics
 from pdctl.core.requests import (
     Choice,
@@ -37,7 +38,8 @@ from pdctl.core.requests import (
 )
 from pdctl.core.tokenizer import PromptError, SamplingDefaults, Tokenizer
 from pdctl.transport.errors import CapacityError, PdctlError, UsageError
-from pdctl.transport.rows import RowParams, RowState
+from pdctl.transport.layout import MAX_LOGPROBS
+from pdctl.transport.rows import RowParams, RowState, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,11 @@ MAX_PROMPTS = 1024
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_STOP_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS_VALUE = 100
+MAX_CHOICES = 16
+# Of completions, as with OpenAI; chats may ask for MAX_LOGPROBS.
+MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
 REQUEST_TIMEOUT_S = 600.0
 BODY_TIMEOUT_S = 60.0
@@ -56,6 +63,8 @@ _GREEDY_BELOW = 1e-5
 # Longer texts are tokenized on a thread: it takes milliseconds, and other streams must not wait.
 _INLINE_CHARS = 4096
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+_SEED_MASK = (1 << 64) - 1
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _T = TypeVar("_T")
@@ -163,6 +172,27 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """What is added to which ids' logits, by id."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise _refuse('expected an object of token ids and biases, like {"50256": -100}')
+    if len(value) > MAX_LOGIT_BIAS:
+        raise _refuse(f"{len(value)} entries: at most {MAX_LOGIT_BIAS}")
+    found = []
+    for token, bias in value.items():
+        if not _TOKEN_ID.fullmatch(token):
+            raise _refuse(f"{_encode(token[:40])} is no token id")
+        numeric = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not (numeric and -MAX_LOGIT_BIAS_VALUE <= bias <= MAX_LOGIT_BIAS_VALUE):
+            raise _refuse(
+                f"the bias of token {token}: expected a number from -{MAX_LOGIT_BIAS_VALUE} to {MAX_LOGIT_BIAS_VALUE}"
+            )
+        found.append((int(token), float(bias)))
+    return tuple(sorted(found))
+
+
 def _check_content(value: object) -> str | None:
     """A message's text; parts are joined by newlines."""
     if value is None:
@@ -217,6 +247,15 @@ class _GenerationRequest(_Strict):
     stop: Annotated[Any, PlainValidator(_check_stop)] = ()
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_IDS)] = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int | None, Field(ge=0, lt=1 << 31)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    logit_bias: Annotated[Any, PlainValidator(_check_logit_bias)] = ()
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    # Wide enough for everybody, and no logit leaves the range of float32.
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    best_of: Annotated[int | None, Field(ge=1)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -224,15 +263,24 @@ class _GenerationRequest(_Strict):
     # Taken and not used.
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    # Known and not supported yet.
-    n: Annotated[Any, _only(1)] = None
-    best_of: Annotated[Any, _only(1)] = None
-    min_tokens: Annotated[Any, _only(0)] = None
-    min_p: Annotated[Any, _only(0)] = None
-    logit_bias: Annotated[Any, _only({})] = None
-    presence_penalty: Annotated[Any, _only(0)] = None
-    frequency_penalty: Annotated[Any, _only(0)] = None
-    repetition_penalty: Annotated[Any, _only(1)] = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        num_choices = self.n or 1
+        if self.best_of not in (None, num_choices):
+            raise ApiError(
+                400,
+                f"best_of {self.best_of}: answers are not ranked, expected null or n ({num_choices})",
+                param="best_of",
+                code="invalid_value",
+            )
+        return num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell with each token; None: no log-probabilities."""
+        return None
 
     @property
     def output_limit(self) -> tuple[int | None, str]:
@@ -250,9 +298,14 @@ class _GenerationRequest(_Strict):
 
 class CompletionRequest(_GenerationRequest):
     prompt: Annotated[Any, PlainValidator(_check_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] = None
+    # Known and not supported yet.
     echo: Annotated[Any, _only(False)] = None
-    logprobs: Annotated[Any, _only()] = None
     suffix: Annotated[Any, _only("")] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatMessage(_Strict):
@@ -269,11 +322,20 @@ class ChatMessage(_Strict):
 
 class ChatRequest(_GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    logprobs: Annotated[Any, _only(False)] = None
-    top_logprobs: Annotated[Any, _only(0)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    # Known and not supported yet.
     response_format: Annotated[Any, _only({"type": "text"})] = None
     tools: Annotated[Any, _only([])] = None
     tool_choice: Annotated[Any, _only("none", "auto")] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise ApiError(400, "top_logprobs: only with logprobs: true", param="top_logprobs", code="invalid_value")
+        return None
 
 
 _Request = TypeVar("_Request", bound=_GenerationRequest)
@@ -368,8 +430,9 @@ class Plan:
     """A checked request: nothing in it can be refused any more, but for want of room.
 
     Attributes:
-        rows: one per prompt.
+        rows: `num_choices` per prompt, prompt by prompt.
         hidden_ids: ids that end an answer without being part of it.
+        wants_logprobs: so do all rows.
     """
 
     request_id: str
@@ -377,11 +440,13 @@ class Plan:
     model: str
     chat: bool
     rows: tuple[RowRequest, ...]
+    num_choices: int
     hidden_ids: frozenset[int]
     stops: tuple[str, ...]
     deadline_ns: int
     include_usage: bool
     return_token_ids: bool
+    wants_logprobs: bool
     timings: bool
 
 
@@ -407,7 +472,7 @@ class Answer:
         self._news = asyncio.Event()
 
     async def submit(self) -> None:
-        """Put all prompts into rows, waiting for rows if need be. On an error, none is left in one."""
+        """Put all requests into rows, waiting for rows if need be. On an error, none is left in one."""
         plan = self.plan
         try:
             self._client.admit(plan.rows[0].tokens)
@@ -470,9 +535,11 @@ class Answer:
     # --- in OpenAI's words ---------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, object]:
-        prompt = sum(len(row.tokens) for row in self.plan.rows)
+        """Each prompt counts once, however many answers it has: as its first answer found it."""
+        firsts = self.choices[:: self.plan.num_choices]
+        prompt = sum(len(choice.stream.request.tokens) for choice in firsts)
         completion = sum(choice.num_tokens for choice in self.choices)
-        cached = sum(choice.stream.stats().cached_tokens for choice in self.choices)
+        cached = sum(choice.stream.stats().cached_tokens for choice in firsts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -481,7 +548,7 @@ class Answer:
         }
 
     def timings(self) -> object:
-        """One object; for several prompts a list of them, in the order of the choices."""
+        """One object; for several choices a list of them, in their order."""
         found = [asdict(choice.stream.stats()) for choice in self.choices]
         for stats in found:
             del stats["cached_tokens"]
@@ -496,25 +563,37 @@ class Answer:
         """The whole answer as one object."""
         texts = ["" for _ in self.choices]
         token_ids: list[list[int]] = [[] for _ in self.choices]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in self.choices]
+        offsets: list[list[int]] = [[] for _ in self.choices]
         async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
             async for choice, delta in deltas:
                 texts[choice.index] += delta.text
                 token_ids[choice.index] += delta.token_ids
+                logprobs[choice.index] += delta.logprobs
+                offsets[choice.index] += delta.text_offsets
         choices = []
-        for choice, text, ids in zip(self.choices, texts, token_ids, strict=True):
-            one: dict[str, object] = {"index": choice.index}
+        for choice in self.choices:
+            at = choice.index
+            one: dict[str, object] = {"index": at}
             if self.plan.chat:
-                one["message"] = {"role": "assistant", "content": text}
+                one["message"] = {"role": "assistant", "content": texts[at]}
             else:
-                one["text"] = text
-            one |= {"logprobs": None, "finish_reason": choice.finish_reason}
+                one["text"] = texts[at]
+            one |= {"logprobs": self._logprobs(logprobs[at], offsets[at]), "finish_reason": choice.finish_reason}
             if self.plan.return_token_ids:
-                one["token_ids"] = ids
+                one["token_ids"] = token_ids[at]
             choices.append(one)
         answer = self._envelope(chunk=False) | {"choices": choices, "usage": self.usage()}
         if self.plan.timings:
             answer["timings"] = self.timings()
         return answer
+
+    def _logprobs(self, logprobs: list[TokenLogprobs], text_offsets: list[int]) -> dict[str, object] | None:
+        if not self.plan.wants_logprobs:
+            return None
+        if self.plan.chat:
+            return chat_logprobs(self._tokenizer, logprobs)
+        return completion_logprobs(self._tokenizer, logprobs, text_offsets)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events; a failure is the last event."""
@@ -529,18 +608,20 @@ class Answer:
 
     async def _chunks(self, deltas: AsyncIterator[tuple[Choice, Delta]]) -> AsyncIterator[dict[str, object]]:
         plan, envelope = self.plan, self._envelope(chunk=True)
-        begun = not plan.chat
+        begun: set[int] = set()
         async for choice, delta in deltas:
-            if not begun:
+            if plan.chat and choice.index not in begun:
                 role = {"role": "assistant", "content": ""}
                 yield envelope | {"choices": [self._piece(choice.index, role, None)]}
-                begun = True
-            if not (delta.text or choice.is_done or plan.return_token_ids):
+                begun.add(choice.index)
+            if not (delta.text or choice.is_done or plan.return_token_ids or delta.logprobs):
                 continue
             content: object = delta.text
             if plan.chat:
                 content = {"content": delta.text} if delta.text or not choice.is_done else {}
             piece = self._piece(choice.index, content, choice.finish_reason)
+            if delta.logprobs:
+                piece["logprobs"] = self._logprobs(delta.logprobs, delta.text_offsets)
             if plan.return_token_ids:
                 piece["token_ids"] = delta.token_ids
             event = envelope | {"choices": [piece]}
@@ -565,7 +646,7 @@ class Answer:
             self.plan.request_id,
             "chat" if self.plan.chat else "completion",
             status,
-            sum(len(row.tokens) for row in self.plan.rows),
+            sum(len(row.tokens) for row in self.plan.rows[:: self.plan.num_choices]),
             sum(choice.num_tokens for choice in self.choices),
             ",".join(choice.finish_reason or "-" for choice in self.choices),
             took_ms,
@@ -769,40 +850,55 @@ class Api:
     def _plan(
         self, request: _GenerationRequest, prompts: Sequence[list[int]], request_id: str, received_ns: int
     ) -> Plan:
-        stop_ids = tuple(request.stop_token_ids or ())
-        for token in stop_ids:
-            if not 0 <= token < self._config.vocab_size:
-                raise self._outside_vocabulary("stop_token_ids", token)
-        chat = isinstance(request, ChatRequest)
+        params = self._row_params(request)
+        num_choices = request.num_choices
+        if (num_rows := len(prompts) * num_choices) > MAX_PROMPTS:
+            message = f"n {num_choices}: {len(prompts)} prompts make {num_rows} answers, at most {MAX_PROMPTS}"
+            raise ApiError(400, message, param="n", code="invalid_value")
         deadline_ns = received_ns + int(self._config.request_timeout_s * 1e9)
-        limits = [self._limit_tokens(request, len(prompt)) for prompt in prompts]
-        rows = tuple(
-            RowRequest(
-                request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                tokens=prompt,
-                limit_tokens=limit,
-                params=self._row_params(request, stop_ids),
-                deadline_ns=deadline_ns,
-                received_ns=received_ns,
-            )
-            for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        )
+        rows: list[RowRequest] = []
+        for prompt in prompts:
+            limit = self._limit_tokens(request, len(prompt))
+            for number in range(num_choices):
+                # Every answer draws from a stream of its own; the first from that of n = 1.
+                seed = secrets.randbits(63) if request.seed is None else request.seed + number
+                rows.append(
+                    RowRequest(
+                        request_id=request_id if num_rows == 1 else f"{request_id}-{len(rows)}",
+                        tokens=prompt,
+                        limit_tokens=limit,
+                        params=replace(params, seed=seed & _SEED_MASK),
+                        deadline_ns=deadline_ns,
+                        received_ns=received_ns,
+                    )
+                )
         options = request.stream_options
         return Plan(
             request_id=request_id,
             created=int(time.time()),
             model=self._config.model_name,
-            chat=chat,
-            rows=rows,
-            hidden_ids=frozenset(stop_ids + (() if request.ignore_eos else self._config.eos_token_ids)),
+            chat=isinstance(request, ChatRequest),
+            rows=tuple(rows),
+            num_choices=num_choices,
+            hidden_ids=frozenset(params.stop_ids + (() if request.ignore_eos else self._config.eos_token_ids)),
             stops=request.stop,
             deadline_ns=deadline_ns,
             include_usage=options is not None and bool(options.include_usage),
             return_token_ids=bool(request.return_token_ids),
+            wants_logprobs=params.num_logprobs is not None,
             timings=bool(request.timings),
         )
 
-    def _row_params(self, request: _GenerationRequest, stop_ids: tuple[int, ...]) -> RowParams:
+    def _row_params(self, request: _GenerationRequest) -> RowParams:
+        """All but the seed, which every row has for itself."""
+        stop_ids = tuple(request.stop_token_ids or ())
+        for name, ids in (
+            ("stop_token_ids", stop_ids),
+            ("logit_bias", [token for token, _ in request.logit_bias]),
+        ):
+            for token in ids:
+                if not 0 <= token < self._config.vocab_size:
+                    raise self._outside_vocabulary(name, token)
         defaults = self._config.sampling
         temperature = defaults.temperature if request.temperature is None else request.temperature
         top_k = defaults.top_k if request.top_k is None else request.top_k
@@ -810,9 +906,15 @@ class Api:
             temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
             top_p=defaults.top_p if request.top_p is None else request.top_p,
             top_k=0 if top_k == -1 else min(top_k, self._config.vocab_size),
-            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            min_p=request.min_p or 0.0,
+            min_tokens=request.min_tokens or 0,
+            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
             ignore_eos=bool(request.ignore_eos),
             stop_ids=stop_ids,
+            logit_bias=request.logit_bias,
+            num_logprobs=request.num_logprobs,
         )
 
     def _limit_tokens(self, request: _GenerationRequest, num_prompt: int) -> int:
@@ -840,6 +942,13 @@ class Api:
                 f"{-(-limit // g.block_tokens)} blocks of {g.block_tokens}; the pool has {g.num_blocks}",
                 param=prompt_param if num_prompt >= capacity else param,
                 code="capacity_exceeded",
+            )
+        if (request.min_tokens or 0) > wanted:
+            raise ApiError(
+                400,
+                f"min_tokens {request.min_tokens}: more than the {wanted} of {param}",
+                param="min_tokens",
+                code="invalid_value",
             )
         return limit
 

@@ -19,12 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+from pdctl.core.families import FAMILIES, Family, check_attention
 from pdctl.transport.errors import IncompatibleError, PdctlError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the rest of pdctl needs of config.json and generation_config.json; all numbers positive."""
+    """What the rest of pdctl needs of config.json and generation_config.json; all numbers positive.
+
+    Attributes:
+        max_context: tokens of the longest context that can be served, at most max_position_embeddings.
+        context_rope: type of the rope that keeps max_context below, or at, that: its angles change beyond; None:
+            max_context is the model's own limit.
+        eos_token_ids: all that end an answer; may be none.
+    """
 
     architecture: str
     num_layers: int
@@ -34,21 +42,19 @@ class ModelConfig:
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
+    max_context: int
+    context_rope: str | None
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
 
-SUPPORTED: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-_SUPPORTED_NAMES: Final = ", ".join(sorted(SUPPORTED))
+_SUPPORTED_NAMES: Final = ", ".join(sorted(FAMILIES))
 
 WEIGHTS: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
-# Angles that depend on the position alone: K computed in any chunk, by any process, is the same.
-_STATIC_ROPE_TYPES: Final = frozenset({"default", "linear", "llama3", "yarn"})
-_LENGTH_DEPENDENT_ROPE_TYPES: Final = frozenset({"dynamic", "longrope", "su"})
 _DTYPES: Final = frozenset({"bfloat16", "float16", "float32"})
 _STORED_DTYPES: Final = frozenset({"BF16", "F16", "F32"})
 _STORED_DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
@@ -103,30 +109,48 @@ def read_config(path: Path) -> ModelConfig:
     raw = _read_config_json(path)
     file = path / "config.json"
     architecture = _check_architecture(file, raw)
+    family = FAMILIES[architecture]
     num_heads = _positive(file, raw, "num_attention_heads")
-    num_kv_heads = _positive(file, raw, "num_key_value_heads", default=num_heads)
+    num_kv_heads = _positive(file, raw, "num_key_value_heads", absent=family.num_kv_heads, default=num_heads)
     hidden_size = _positive(file, raw, "hidden_size")
-    head_dim = _positive(file, raw, "head_dim", default=hidden_size // num_heads)
+    head_dim = _positive(file, raw, "head_dim", absent=family.head_dim, default=hidden_size // num_heads)
     if num_heads % num_kv_heads != 0:
         raise IncompatibleError(
             f"{file}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
             hint=_HINT_MODEL,
         )
-    config = ModelConfig(
+    num_layers = _positive(file, raw, "num_hidden_layers")
+    max_position_embeddings = _positive(file, raw, "max_position_embeddings")
+
+    def refuse(what: str, why: str) -> IncompatibleError:
+        return IncompatibleError(f"{architecture}: {file} has {what}: {why}", hint=_HINT_MODEL)
+
+    if (quantization := raw.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise refuse(f"quantization_config ({method})", "pdctl serves weights of bfloat16, float16 or float32 only")
+    limit = check_attention(
+        family,
+        raw,
+        refuse,
+        num_layers=num_layers,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+    )
+    return ModelConfig(
         architecture=architecture,
-        num_layers=_positive(file, raw, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=hidden_size,
         vocab_size=_positive(file, raw, "vocab_size"),
-        max_position_embeddings=_positive(file, raw, "max_position_embeddings"),
+        max_position_embeddings=max_position_embeddings,
+        max_context=limit.tokens,
+        context_rope=limit.rope_type,
         dtype=_dtype(file, raw),
         eos_token_ids=_eos_token_ids(path, raw),
         bos_token_id=_bos_token_id(file, raw),
     )
-    _check_attention(file, raw, config)
-    return config
 
 
 def fingerprint(path: Path) -> int:
@@ -188,75 +212,37 @@ def _check_architecture(file: Path, raw: Mapping[str, Any]) -> str:
             hint=_HINT_MODEL,
         )
     architecture = architectures[0]
-    if raw.get("auto_map") is not None:
+    if raw.get("auto_map") is not None and not _is_adopted(FAMILIES.get(architecture), raw["auto_map"]):
         raise IncompatibleError(
             f"{architecture}: {file} has auto_map, code that comes with the model (trust_remote_code); "
             "pdctl runs none",
             hint=f"use a model of a supported architecture: {_SUPPORTED_NAMES}",
         )
-    if architecture not in SUPPORTED:
+    if architecture not in FAMILIES:
         raise IncompatibleError(
             f"{architecture}: not a decoder pdctl has verified; supported: {_SUPPORTED_NAMES}", hint=_HINT_MODEL
+        )
+    expected = FAMILIES[architecture].model_type
+    if raw.get("model_type", expected) != expected:
+        raise IncompatibleError(
+            f"{architecture}: {file} has model_type {raw['model_type']!r}; expected {expected!r}", hint=_HINT_MODEL
         )
     return architecture
 
 
-def _check_attention(file: Path, raw: Mapping[str, Any], config: ModelConfig) -> None:
-    """Refuses a K or V that depends on more than its token, those before it and its position, and weights
-    that pdctl cannot read."""
-
-    def refuse(what: str, why: str) -> IncompatibleError:
-        return IncompatibleError(f"{config.architecture}: {file} has {what}: {why}", hint=_HINT_MODEL)
-
-    if (quantization := raw.get("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise refuse(f"quantization_config ({method})", "pdctl serves weights of bfloat16, float16 or float32 only")
-
-    if config.architecture == "MistralForCausalLM":
-        # The class default, and so the meaning of an absent key, is 4096.
-        window = raw.get("sliding_window", 4096)
-        if window is not None and (not _is_int(window) or window < config.max_position_embeddings):
-            raise refuse(
-                f"sliding_window {window!r}, below max_position_embeddings {config.max_position_embeddings}",
-                "pdctl keeps and attends to the whole context",
-            )
-    elif raw.get("use_sliding_window"):
-        raise refuse("use_sliding_window true", "pdctl keeps and attends to the whole context, no sliding window")
-    layer_types = raw.get("layer_types") or []
-    for kind in layer_types if isinstance(layer_types, list) else [layer_types]:
-        # Mistral's window was judged above: one as long as the context is no window.
-        if kind != "full_attention" and config.architecture != "MistralForCausalLM":
-            raise refuse(f"layer_types {kind!r}", "only full_attention is verified")
-
-    for key in (
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "logit_softcapping",
-        "attn_logit_softcap",
-    ):
-        if raw.get(key) is not None:
-            raise refuse(f"{key} {raw[key]!r}", "soft-capping of logits is not verified")
-
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(key)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            raise refuse(f"{key} {rope!r}", "expected an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind in _LENGTH_DEPENDENT_ROPE_TYPES:
-            raise refuse(
-                f"{key} of type {kind}",
-                "its angles change with the length, so a cached K would be wrong in a longer context",
-            )
-        if kind not in _STATIC_ROPE_TYPES:
-            raise refuse(
-                f"{key} of type {kind!r}", f"not verified; supported: {', '.join(sorted(_STATIC_ROPE_TYPES))}"
-            )
+def _is_adopted(family: Family | None, auto_map: object) -> bool:
+    """Whether the code that comes with a model is one that transformers has as its own, and loads instead."""
+    if family is None or family.adopted_code is None or not isinstance(auto_map, dict):
+        return False
+    # "module.Class", or "repository--module.Class" in a copy.
+    return str(auto_map.get("AutoModelForCausalLM")).rpartition("--")[2] == family.adopted_code
 
 
-def _positive(file: Path, raw: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
-    value = raw.get(key)
+def _positive(
+    file: Path, raw: Mapping[str, Any], key: str, *, absent: int | None = None, default: int | None = None
+) -> int:
+    """Returns a number of config.json; `absent` is what a missing key means, `default` what null does, and both."""
+    value = raw.get(key, absent)
     if value is None:
         if default is None:
             raise IncompatibleError(f"{file}: {key} is missing; expected a positive integer", hint=_HINT_MODEL)
@@ -319,18 +305,18 @@ def _check_weights(path: Path, config: ModelConfig) -> None:
 
     A tensor that is absent would be filled with random numbers by the loader, which only warns.
     """
-    tied = bool(_read_json_object(path / "config.json").get("tie_word_embeddings", False))
+    family = FAMILIES[config.architecture]
+    tied = bool(_read_json_object(path / "config.json").get("tie_word_embeddings", family.tied))
     shapes: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
     for name in _weight_files(path):
         for tensor, (dtype, shape) in _read_tensors(path / name).items():
             shapes[tensor] = (path / name, dtype, shape)
     prefix = "model." if any(tensor.startswith("model.") for tensor in shapes) else ""
     embedding = f"{prefix}embed_tokens.weight"
-    kv_rows = config.num_kv_heads * config.head_dim
     expected = {embedding: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        for projection in ("k_proj", "v_proj"):
-            expected[f"{prefix}layers.{layer}.self_attn.{projection}.weight"] = (kv_rows, config.hidden_size)
+        for projection, rows in _kv_projections(family, config).items():
+            expected[f"{prefix}layers.{layer}.self_attn.{projection}.weight"] = (rows, config.hidden_size)
     if not tied:
         expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for tensor, shape in expected.items():
@@ -349,6 +335,14 @@ def _check_weights(path: Path, config: ModelConfig) -> None:
                 f"{file}: {tensor} is stored as {dtype}; expected one of {', '.join(sorted(_STORED_DTYPES))}",
                 hint=_HINT_MODEL,
             )
+
+
+def _kv_projections(family: Family, config: ModelConfig) -> dict[str, int]:
+    """Rows of the projections that make keys and values, by name."""
+    kv_rows = config.num_kv_heads * config.head_dim
+    if family.has_fused_qkv:
+        return {"qkv_proj": config.num_heads * config.head_dim + 2 * kv_rows}
+    return {"k_proj": kv_rows, "v_proj": kv_rows}
 
 
 def _weight_files(path: Path) -> tuple[str, ...]:

@@ -10,13 +10,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdctl.core.numerics import numerics
 from pdctl.transport.errors import IncompatibleError, UsageError
 from pdctl.transport.layout import DType, Geometry
 from pdctl.transport.names import check_cluster, check_socket_room
 from pdctl.transport.segment import Expected
+
+if TYPE_CHECKING:
+    from pdctl.core.checkpoint import ModelConfig
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16")
@@ -146,6 +149,33 @@ def _check_choice(flag: str, value: object, choices: tuple[object, ...]) -> None
     if value not in choices:
         listed = ", ".join(str(choice) for choice in choices)
         raise UsageError(f"{flag} {value}: expected one of {listed}", hint="pdctl up --help")
+
+
+def context_of(of_model: ModelConfig, given: int | None) -> int:
+    """Tokens of one request: `--max-context`, else as many as the model can have, at most DEFAULT_MAX_CONTEXT.
+
+    Raises:
+        UsageError: the model cannot have so many, and why.
+    """
+    limit = of_model.max_context
+    if given is None:
+        return min(DEFAULT_MAX_CONTEXT, limit)
+    if not 2 <= given <= limit:
+        raise UsageError(
+            f"--max-context {given}: expected 2 to {limit}, {context_limit_words(of_model)}",
+            hint=f"pdctl up --max-context {limit}",
+        )
+    return given
+
+
+def context_limit_words(of_model: ModelConfig) -> str:
+    """What sets the longest context of a model."""
+    if of_model.context_rope is None:
+        return "the model's own limit"
+    return (
+        f"beyond which the angles of its rope ({of_model.context_rope}) change with the length of each request, "
+        "so that no KV could be shared or computed in a batch"
+    )
 
 
 def usable_cores() -> int:

@@ -26,6 +26,7 @@ from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model
 from pdctl.core.prefill import PrefillEngine
 from pdctl.core.process import die_with_parent, set_process_name
+from pdctl.core.wake import Wake
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import H, P
 from pdctl.transport.names import SegmentName, cluster_dir, log_dir, parse_segment_name
@@ -57,7 +58,7 @@ class Daemon:
         self._model = model
         model.use_pages(self._pages)
         engine = PrefillEngine if role is Role.PREFILL else DecodeEngine
-        self._engine = engine(self._segment, self._me, model, spec, self._ring)
+        self._engine = engine(self._segment, self._me, model, spec, Wake(self._segment, self._me.slot, self._bell))
 
     def run(self) -> None:
         """Serve until SIGTERM, or until the segment is closed."""
@@ -80,7 +81,7 @@ class Daemon:
             if self._engine.step():
                 collected = False
                 continue
-            if self._bell.wait(0.02 if self._role is Role.DECODE and self._has_waiting() else _SCAN_S):
+            if self._bell.wait(_SCAN_S):
                 continue
             if not collected:
                 gc.collect()  # automatic collection is off: it would pause a step
@@ -90,9 +91,6 @@ class Daemon:
         self._segment.detach(self._me)
         self._bell.close()
         _log.info("stopped")
-
-    def _has_waiting(self) -> bool:
-        return isinstance(self._engine, DecodeEngine) and self._engine.has_waiting
 
     def _stop(self, *_: Any) -> None:
         self._stopping = True

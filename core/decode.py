@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
-from pdctl.core.room import ask_younger, preempt_younger
-from pdctl.core.sampler import sample
+from pdctl.core.room import Wanted, ask_younger, make_room, preempt_younger
+from pdctl.core.sampler import RowSampler, token_logprobs
+from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
-from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState
-from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
+from pdctl.transport.rows import Actor, FinishReason, RowState
+from pdctl.transport.segment import Participant, Role, Segment
 
 _log = logging.getLogger("decode")
 # A row is left to a less loaded peer for so long.
@@ -38,52 +39,43 @@ class _Active:
     num_tokens: int
     kv_len: int
     limit_tokens: int
-    params: RowParams
     stop_ids: frozenset[int]
     block_table: list[int]
+    sampler: RowSampler
 
 
 class DecodeEngine:
-    def __init__(
-        self,
-        segment: Segment,
-        me: Participant,
-        model: Model,
-        spec: ClusterSpec,
-        ring: Callable[[Role], None],
-    ) -> None:
+    def __init__(self, segment: Segment, me: Participant, model: Model, spec: ClusterSpec, wake: Wake) -> None:
         self._segment = segment
         self._rows = segment.rows
         self._me = me
         self._model = model
         self._spec = spec
-        self._ring = ring
+        self._wake = wake
         self._batch: list[_Active] = []
+        self._wanted = Wanted(segment, me)
 
     def step(self) -> bool:
         """Advance every row of the batch by one token (or one chunk of local prefill); False: nothing could run."""
+        self._wanted.look()
         self._claim_ready()
         self._follow_wishes()
-        if not self._batch:
-            return False
-        running = self._make_room()
-        if running:
-            self._advance(running)
+        running = [active for active in self._make_room() if self._is_read(active)]
+        look_again = self._wanted.tell()
+        if not running:
+            return look_again
+        self._advance(running)
         self._me.add(P.PROGRESS, 1)
-        return bool(running)
-
-    @property
-    def has_waiting(self) -> bool:
-        """Rows are ready that a peer may want more than we do: look again soon."""
-        return int(RowState.READY) in self._rows.states()
+        return True
 
     def release(self) -> None:
         """Put all rows back, with tokens and blocks, for another daemon: drain and shutdown."""
+        self._wanted.forget()
         for active in self._batch:
             self._rows.put_back(active.row, Actor.DECODE)
         if self._batch:
             self._set_batch([])
-            self._ring(Role.DECODE)
+            self._wake.for_work(Role.DECODE)
 
     # --- joining and leaving -------------------------------------------------------------------------------
 
@@ -93,7 +85,10 @@ class DecodeEngine:
         for row in self._rows.in_state(RowState.READY):
             if len(self._batch) >= self._spec.max_batch:
                 return
-            if self._left_to_a_peer(row):
+            if (peer := self._peer_with_less_to_do(row)) is not None:
+                self._wake.slot(peer)
+                continue
+            if self._wanted.is_before(row):
                 continue
             self._claim(row)
             if self._runs_alone():
@@ -103,24 +98,30 @@ class DecodeEngine:
         """A row whose last owner died before its first commit is the whole batch until it commits."""
         return len(self._batch) == 1 and self._rows.get(self._batch[0].row, R.ATTEMPTS) > 1
 
-    def _left_to_a_peer(self, row: int) -> bool:
+    def _peer_with_less_to_do(self, row: int) -> int | None:
+        """Who should rather claim `row`, and has had no time to do so yet."""
         if time.monotonic_ns() - self._rows.get(row, R.T_READY) > _COURTESY_NS:
-            return False
-        mine = len(self._batch)
-        return any(
-            slot != self._me.slot
-            and self._segment.participant_word(slot, P.STATE) == ParticipantState.READY
-            and self._segment.participant_word(slot, P.LOAD) < mine
-            for slot in self._segment.slots(Role.DECODE)
-        )
+            return None
+        peer = self._segment.least_loaded(Role.DECODE, but=self._me.slot)
+        if peer is None or self._segment.participant_word(peer, P.LOAD) >= len(self._batch):
+            return None
+        return peer
 
     def _claim(self, row: int) -> None:
         rows = self._rows
-        claim = rows.claim(self._me, row, alone=not self._batch, local_prefill_tokens=self._spec.local_prefill_tokens)
-        if claim is None:
-            if rows.state(row) is RowState.QUEUED:
-                self._ring(Role.PREFILL)
-            return
+        while True:
+            alone, local = not self._batch, self._spec.local_prefill_tokens
+            claim = rows.claim(self._me, row, alone=alone, local_prefill_tokens=local)
+            if claim is not None:
+                break
+            state = rows.state(row)
+            if state is RowState.QUEUED:
+                self._wake.for_work(Role.PREFILL)
+            if state is not RowState.READY or (rows.get(row, R.ATTEMPTS) and not alone):
+                return
+            if not make_room(rows, rows.get(row, R.ORDER), Actor.DECODE, self._wake):
+                self._wanted.note(rows.get(row, R.ORDER))
+                return
         params = rows.params(row)
         stop_ids = frozenset(params.stop_ids)
         if not params.ignore_eos:
@@ -132,11 +133,17 @@ class DecodeEngine:
             num_tokens=claim.num_tokens,
             kv_len=claim.kv_len,
             limit_tokens=rows.get(row, R.LIMIT_TOKENS),
-            params=params,
             stop_ids=stop_ids,
             block_table=rows.block_table(row),
+            sampler=RowSampler(
+                params,
+                num_prompt=rows.get(row, R.NUM_PROMPT),
+                end_ids=stop_ids,
+                read_tokens=partial(rows.tokens, row),
+            ),
         )
         self._me.add(P.CLAIMS, 1)
+        self._me.add(P.CACHED_TOKENS, claim.cached_tokens)
         if rows.get(row, R.ADOPTIONS):
             self._me.add(P.ADOPTED_ROWS, 1)
         _log.info(
@@ -151,7 +158,7 @@ class DecodeEngine:
             last = rows.tokens(row, claim.num_tokens - 1, claim.num_tokens)[0]
             if (reason := self._finish_reason(active, last)) is not FinishReason.NONE:
                 rows.finish(row, reason)
-                self._ring(Role.ROUTER)
+                self._wake.clients([row])
                 return
         self._set_batch([*self._batch, active])
 
@@ -164,19 +171,14 @@ class DecodeEngine:
         for active in self._batch:
             if self._rows.get(active.row, R.CANCEL):
                 self._rows.end_cancelled(active.row, Actor.DECODE)
-                self._ring(Role.ROUTER)
-                self._wake_prefill()
+                self._wake.clients([active.row])
+                self._wake.for_room()
             elif self._rows.get(active.row, R.PREEMPT):
                 self._preempt(active.row)
             else:
                 kept.append(active)
         if len(kept) != len(self._batch):
             self._set_batch(kept)
-
-    def _wake_prefill(self) -> None:
-        """Blocks came free: a queued row may fit now."""
-        if int(RowState.QUEUED) in self._rows.states():
-            self._ring(Role.PREFILL)
 
     # --- room ----------------------------------------------------------------------------------------------
 
@@ -188,6 +190,8 @@ class DecodeEngine:
                 continue
             while not self._has_room(active):
                 if not self._take_blocks_for(active):
+                    if active in self._batch:
+                        self._wanted.note(active.order)
                     break
             else:
                 if active in self._batch:
@@ -210,12 +214,11 @@ class DecodeEngine:
         """
         rows = self._rows
         if preempt_younger(rows, active.order, Actor.DECODE) is not None:
-            self._ring(Role.PREFILL)
+            self._wake.for_work(Role.PREFILL)
             return True
         youngest = max(self._batch, key=lambda one: one.order)
-        if youngest is active and ask_younger(rows, active.order) is not None:
-            self._ring(Role.PREFILL)
-            self._ring(Role.DECODE)
+        if youngest is active and (asked := ask_younger(rows, active.order)) is not None:
+            self._wake.owner(asked)
             return False
         if youngest is active and self._is_oldest(active):
             return False  # what it needs comes free with the next row that ends
@@ -231,7 +234,14 @@ class DecodeEngine:
     def _preempt(self, row: int) -> None:
         if self._rows.preempt(row, Actor.DECODE):
             _log.info("%s row %d: preempted, the pool is full", self._rows.request_id(row), row)
-            self._ring(Role.PREFILL)
+            self._wake.for_work(Role.PREFILL)
+            self._wake.for_room()
+
+    def _is_read(self, active: _Active) -> bool:
+        """False: the router has yet to read what the next token's log-probabilities would overwrite."""
+        if active.sampler.params.num_logprobs is None:
+            return True
+        return self._rows.has_logprob_room(active.row, active.num_tokens)
 
     # --- computing -----------------------------------------------------------------------------------------
 
@@ -262,11 +272,14 @@ class DecodeEngine:
         for index, active in enumerate(sampled):
             assert logits is not None
             try:
-                token = sample(logits[index], active.params, active.num_tokens)
+                token = active.sampler.sample(logits[index], active.num_tokens)
             except FloatingPointError as error:
                 rows.fail(active.row, f"decode daemon, token {active.num_tokens}: {error}", Actor.DECODE)
                 ended.append(active)
                 continue
+            if (number := active.sampler.params.num_logprobs) is not None:
+                logprobs = token_logprobs(logits[index], token, number)
+                rows.put_logprobs(active.row, active.num_tokens, logprobs)
             rows.commit_token(active.row, active.generation, active.num_tokens, token)
             active.num_tokens += 1
             if not rows.get(active.row, R.T_FIRST_TOKEN):
@@ -282,9 +295,8 @@ class DecodeEngine:
                 active.block_table = rows.block_table(active.row)
         if ended:
             self._set_batch([active for active in self._batch if active not in ended])
-            self._wake_prefill()
-        if sampled:
-            self._ring(Role.ROUTER)
+            self._wake.for_room()
+        self._wake.clients(active.row for active in sampled)
         self._me.add(P.DECODE_TOKENS, len(sampled))
         self._me.add(P.STEPS, 1)
         self._me.add(P.BUSY_NS, time.monotonic_ns() - began)

@@ -104,27 +104,39 @@ class StopChecker:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self._exempt = 0  # characters held that no stop string may end in
         self.stopped = False
 
-    def push(self, delta: str) -> tuple[str, bool]:
-        """Take text; returns the text that can be shown, and whether a stop string ended it."""
+    def push(self, delta: str, *, exempt: bool = False) -> tuple[str, bool]:
+        """Take text; returns the text that can be shown, and whether a stop string ended it.
+
+        Args:
+            exempt: a stop string that is complete by now is text. One that only begins here still counts.
+        """
         if not self._stops or self.stopped:
             return ("" if self.stopped else delta), self.stopped
         text = self._held + delta
-        hit = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)
+        if exempt:
+            self._exempt = len(text)
+        hit = self._first_hit(text)
         begun = self._possible_start(text)
         if hit >= 0 and hit <= begun:
             self._held, self.stopped = "", True
             return text[:hit], True
-        self._held = text[begun:]
+        self._held, self._exempt = text[begun:], max(0, self._exempt - begun)
         return text[:begun], False
 
     def flush(self) -> tuple[str, bool]:
         """No more text comes: a stop string that was only begun is plain text, a complete one cuts."""
-        hit = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
+        hit = self._first_hit(self._held)
         rest, self._held = self._held[: hit if hit >= 0 else None], ""
         self.stopped = self.stopped or hit >= 0
         return rest, self.stopped
+
+    def _first_hit(self, text: str) -> int:
+        """Where the first complete stop string stands that counts; -1: there is none."""
+        found = [text.find(stop, max(0, self._exempt - len(stop) + 1)) for stop in self._stops]
+        return min((at for at in found if at >= 0), default=-1)
 
     def _possible_start(self, text: str) -> int:
         """Where the earliest unfinished beginning of a stop string stands; the text's length if nowhere."""

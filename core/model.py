@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pdctl.core import attention
+from pdctl.core.activations import replace_activations
 from pdctl.core.attention import PagedKV, TokenRun
 from pdctl.core.numerics import MIN_FORWARD_ROWS, Numerics
 from pdctl.transport.errors import IncompatibleError
@@ -48,6 +49,7 @@ class Model:
     def __init__(self, module: Any, numerics: Numerics) -> None:
         self._decoder = module.model
         self._head = module.lm_head
+        self._softcap: float | None = getattr(module.config, "final_logit_softcapping", None)
         self.numerics = numerics
         self.vocab_size = int(module.config.vocab_size)
         self.dtype: torch.dtype = getattr(torch, numerics.dtype)
@@ -83,8 +85,8 @@ class Model:
         if not logit_rows:
             return None
         wanted = logit_rows + logit_rows[-1:] * max(0, MIN_FORWARD_ROWS - len(logit_rows))
-        logits: Tensor = self._head(hidden[wanted])
-        return logits[: len(logit_rows)].float()
+        logits: Tensor = self._head(hidden[wanted])[: len(logit_rows)].float()
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 def _check_loaded(path: Path, info: dict[str, Any]) -> None:
@@ -127,6 +129,7 @@ def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | 
     )
     _check_loaded(path, info)
     module.eval()
+    replace_activations(module)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     if numerics.linear == "widened":

@@ -1,9 +1,9 @@
 """Which arithmetic a daemon computes with, known before torch is loaded.
 
 Logits and KV must depend on a row's tokens and the model alone. Stock kernels choose other instruction orders by
-batch size and thread count; these settings, padded forwards and an attention that adds in one fixed order
-(attention.py) take that freedom away. What they settled on is the segment's numerics id: daemons that compute
-differently cannot share KV.
+batch size and thread count; these settings, padded forwards, an attention that adds in one fixed order (attention.py)
+and activations that do not depend on place (activations.py) take that freedom away. What they settled on is the
+segment's numerics id: daemons that compute differently cannot share KV.
 
 Knows nothing of models; called by the supervisor, the zygote and the daemons. No torch.
 """
@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 # Raised whenever our own arithmetic changes: attention, sampler, padding.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 # Linear layers give a row the same bits for every number of rows from here on (measured; probed at start).
 MIN_FORWARD_ROWS = 4
 

@@ -1,132 +1,201 @@
-"""The prefill engine: claim the oldest queued row, compute its prompt's KV chunk by chunk, hand it over.
+"""The prefill engine: share a chunk among the rows that need it most, compute their KV, hand over what is whole.
 
-    step():  claim -> follow wishes -> forward one chunk -> commit KV -> publish full blocks -> hand over
+    step():  follow wishes -> schedule (claim, put back) -> one packed forward -> commit KV, publish -> hand over
 
-Samples nothing: positions 0..N-2 only. Keeps nothing that is not in the row. Called by daemon.py.
+Owns only what it is about to compute: a row that gets no part of the chunk goes back into the queue, with its
+blocks, for any prefill daemon. Samples nothing: positions 0..N-2 only. Called by daemon.py.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
-from pdctl.core.room import ask_younger, preempt_younger
+from pdctl.core.room import Wanted, make_room
+from pdctl.core.shared_prefix import SharedPrefixes
+from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, Claim, RowState
 from pdctl.transport.segment import Participant, Role, Segment
 
 _log = logging.getLogger("prefill")
+# Until we have computed something ourselves.
+_FIRST_GUESS_TOKENS_PER_S = 1000.0
+# Of what the last chunk tells about our speed, so much is believed.
+_BELIEVED = 0.2
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A row's share of one forward: positions `start` to `stop`."""
+
+    claim: Claim
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.claim.num_tokens - 1
 
 
 class PrefillEngine:
-    """One row at a time, so a death charges only the row that was run."""
-
-    def __init__(
-        self,
-        segment: Segment,
-        me: Participant,
-        model: Model,
-        spec: ClusterSpec,
-        ring: Callable[[Role], None],
-    ) -> None:
+    def __init__(self, segment: Segment, me: Participant, model: Model, spec: ClusterSpec, wake: Wake) -> None:
         self._segment = segment
         self._rows = segment.rows
         self._me = me
         self._model = model
-        self._chunk_tokens = spec.chunk_tokens
-        self._ring = ring
-        self._current: Claim | None = None
+        self._spec = spec
+        self._wake = wake
+        self._prefixes = SharedPrefixes(segment)
+        self._owned: dict[int, Claim] = {}
+        self._tokens_per_s = _FIRST_GUESS_TOKENS_PER_S
+        self._wanted = Wanted(segment, me)
 
     def step(self) -> bool:
         """Do one chunk of work; False: there is none now."""
-        if self._current is None:
-            self._current = self._claim()
-        claim = self._current
-        if claim is None:
-            return False
-        if self._follow_wishes(claim.row):
-            return True
-        start = self._rows.get(claim.row, R.KV_LEN)
-        end = min(start + self._chunk_tokens, claim.num_tokens - 1)
-        if start < end:
-            self._compute(claim, start, end)
-        if end >= claim.num_tokens - 1:
-            self._let_go()
-            self._rows.hand_over(claim.row)
-            self._ring(Role.DECODE)
+        self._follow_wishes()
+        self._wanted.look()
+        parts = self._schedule()
+        look_again = self._wanted.tell()
+        self._me.put(P.LOAD, len(self._owned))
+        if not parts:
+            return look_again
+        self._compute(parts)
+        self._hand_over([part.claim.row for part in parts if part.is_last])
+        if self._rows.in_state(RowState.QUEUED):
+            self._wake.an_idle_peer(Role.PREFILL)
         return True
 
     def release(self) -> None:
-        """Put the row back, with its blocks, for another daemon: drain and shutdown."""
-        if self._current is not None:
-            row = self._current.row
-            self._let_go()
-            self._rows.put_back(row, Actor.PREFILL)
-            self._ring(Role.PREFILL)
+        """Put all rows back, with their blocks, for another daemon: drain and shutdown."""
+        self._put_back(list(self._owned))
+        self._me.put(P.LOAD, 0)
+        self._wanted.forget()
+        self._wake.for_work(Role.PREFILL)
 
-    def _claim(self) -> Claim | None:
-        # Only the oldest: a younger and smaller row must not overtake it for ever.
-        for row in self._rows.in_state(RowState.QUEUED)[:1]:
-            claim = self._rows.claim(self._me, row, alone=True)
-            while claim is None and self._make_room(row):
-                claim = self._rows.claim(self._me, row, alone=True)
+    # --- what to compute -----------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[_Part]:
+        """Fill one chunk: the shortest rest first, but age counts (see `_urgency`)."""
+        now_ns = time.monotonic_ns()
+        waiting = self._rows.in_state(RowState.QUEUED)
+        order = sorted([*self._owned, *waiting], key=lambda row: self._urgency(row, now_ns))
+        parts: list[_Part] = []
+        budget = self._spec.chunk_tokens
+        for row in order:
+            if budget == 0 or len(parts) == self._spec.max_batch:
+                break
+            # Its last owner died over it: it is computed alone, once it comes first.
+            suspect = row not in self._owned and self._rows.get(row, R.ATTEMPTS) > 0
+            if suspect and parts:
+                continue
+            if suspect:
+                self._put_back(list(self._owned))
+            claim = self._owned.get(row) or self._claim(row)
             if claim is None:
+                continue
+            start = self._rows.get(row, R.KV_LEN)
+            stop = min(start + budget, claim.num_tokens - 1)
+            parts.append(_Part(claim, start, stop))
+            budget -= stop - start
+            if suspect:
+                break
+        chosen = {part.claim.row for part in parts}
+        self._put_back([row for row in self._owned if row not in chosen])
+        return parts
+
+    def _urgency(self, row: int, now_ns: int) -> float:
+        """Tokens left, less what could have been computed while it waited; the smallest goes first.
+
+        So a short prompt overtakes a long one, but none waits much longer than it takes to compute: after that
+        it stands before every newcomer.
+        """
+        rows = self._rows
+        there = max(rows.get(row, R.KV_LEN), rows.get(row, R.CACHED_TOKENS))
+        left = rows.get(row, R.NUM_TOKENS) - 1 - there
+        waited_s = (now_ns - rows.get(row, R.T_CREATED)) / 1e9
+        return left - waited_s * self._tokens_per_s
+
+    def _claim(self, row: int) -> Claim | None:
+        """Make a queued row ours; None: not now, or it needs no prefill daemon any more."""
+        rows = self._rows
+        if self._wanted.is_before(row) or self._prefixes.is_being_computed(row):
+            return None
+        while True:
+            alone = not self._owned
+            claim = rows.claim(self._me, row, alone=alone, local_prefill_tokens=self._spec.local_prefill_tokens)
+            if claim is not None:
+                break
+            state = rows.state(row)
+            if state is RowState.READY:
+                self._wake.for_work(Role.DECODE)
+            if state is not RowState.QUEUED or (rows.get(row, R.ATTEMPTS) and not alone):
                 return None
-            self._me.add(P.CLAIMS, 1)
-            self._me.add(P.CACHED_TOKENS, self._rows.get(row, R.CACHED_TOKENS))
-            self._me.put(P.LOAD, 1)
-            _log.info(
-                "%s row %d: %d tokens, KV of %d there already",
-                self._rows.request_id(row),
-                row,
-                claim.num_tokens,
-                claim.kv_len,
-            )
-            return claim
-        return None
+            if not make_room(rows, rows.get(row, R.ORDER), Actor.PREFILL, self._wake):
+                self._wanted.note(rows.get(row, R.ORDER))
+                return None
+        self._owned[row] = claim
+        self._me.add(P.CLAIMS, 1)
+        self._me.add(P.CACHED_TOKENS, claim.cached_tokens)
+        _log.info(
+            "%s row %d: %d tokens, KV of %d there already",
+            rows.request_id(row),
+            row,
+            claim.num_tokens,
+            claim.kv_len,
+        )
+        return claim
 
-    def _make_room(self, row: int) -> bool:
-        """Take blocks from one row younger than `row`, which could not be claimed; False: not now."""
-        if self._rows.state(row) is not RowState.QUEUED:
-            return False  # another prefill daemon was faster
-        order = self._rows.get(row, R.ORDER)
-        if preempt_younger(self._rows, order, Actor.PREFILL) is not None:
-            return True
-        if ask_younger(self._rows, order) is not None:
-            self._ring(Role.PREFILL)
-            self._ring(Role.DECODE)
-        return False
+    # --- computing -----------------------------------------------------------------------------------------
 
-    def _compute(self, claim: Claim, start: int, end: int) -> None:
+    def _compute(self, parts: list[_Part]) -> None:
         began = time.monotonic_ns()
-        row = claim.row
-        run = TokenRun(block_table=self._rows.block_table(row), start=start, length=end - start)
-        self._model.forward(self._rows.tokens(row, start, end), [run], [])
-        self._rows.commit_kv(row, end)
-        self._rows.put(row, R.PREFILLED_TOKENS, self._rows.get(row, R.PREFILLED_TOKENS) + end - start)
-        self._rows.publish(row)
-        self._me.add(P.PREFILL_TOKENS, end - start)
+        rows = self._rows
+        tokens: list[int] = []
+        runs: list[TokenRun] = []
+        for part in parts:
+            row, length = part.claim.row, part.stop - part.start
+            tokens += rows.tokens(row, part.start, part.stop)
+            runs.append(TokenRun(block_table=rows.block_table(row), start=part.start, length=length))
+        self._model.forward(tokens, runs, [])
+        for part in parts:
+            row = part.claim.row
+            rows.commit_kv(row, part.stop)
+            rows.put(row, R.PREFILLED_TOKENS, rows.get(row, R.PREFILLED_TOKENS) + part.stop - part.start)
+            rows.publish(row)
+        took_ns = time.monotonic_ns() - began
+        self._tokens_per_s += _BELIEVED * (len(tokens) * 1e9 / took_ns - self._tokens_per_s)
+        self._me.add(P.PREFILL_TOKENS, len(tokens))
         self._me.add(P.STEPS, 1)
         self._me.add(P.PROGRESS, 1)
-        self._me.add(P.BUSY_NS, time.monotonic_ns() - began)
+        self._me.add(P.BUSY_NS, took_ns)
 
-    def _follow_wishes(self, row: int) -> bool:
-        if self._rows.get(row, R.CANCEL):
-            self._let_go()
-            self._rows.end_cancelled(row, Actor.PREFILL)
-            self._ring(Role.ROUTER)
-            return True
-        if self._rows.get(row, R.PREEMPT):
-            self._let_go()
-            self._rows.preempt(row, Actor.PREFILL)
-            self._ring(Role.DECODE)
-            return True
-        return False
+    # --- letting go ----------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        self._current = None
-        self._me.put(P.LOAD, 0)
+    def _hand_over(self, ready: list[int]) -> None:
+        for row in ready:
+            del self._owned[row]
+            self._rows.hand_over(row)
+            self._wake.for_work(Role.DECODE)
+        self._me.put(P.LOAD, len(self._owned))
+
+    def _put_back(self, given_up: list[int]) -> None:
+        for row in given_up:
+            del self._owned[row]
+            self._rows.put_back(row, Actor.PREFILL)
+
+    def _follow_wishes(self) -> None:
+        for row in list(self._owned):
+            if self._rows.get(row, R.CANCEL):
+                self._rows.end_cancelled(row, Actor.PREFILL)
+                self._wake.clients([row])
+            elif self._rows.get(row, R.PREEMPT):
+                self._rows.preempt(row, Actor.PREFILL)
+            else:
+                continue
+            del self._owned[row]
+            self._wake.for_room()

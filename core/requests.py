@@ -11,15 +11,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdctl.core.detokenizer import StopChecker
 from pdctl.core.readiness import Readiness
+from pdctl.core.wake import Wake
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError
-from pdctl.transport.layout import H, P, R
-from pdctl.transport.rows import OWNED, TERMINAL, FinishReason, RowParams, RowState
+from pdctl.transport.layout import LOGPROB_RING, H, P, R
+from pdctl.transport.rows import OWNED, TERMINAL, FinishReason, RowParams, Rows, RowState, TokenLogprobs
 from pdctl.transport.segment import Participant, Role, Segment
 
 if TYPE_CHECKING:
@@ -73,13 +74,13 @@ class RowStats:
 
     Attributes:
         queue_ms: waiting, for a row and then for the first daemon.
-        prefill_ms: from a prefill daemon's claim to READY.
+        prefill_ms: from a prefill daemon's first claim to READY, chunks of other rows in between included.
         handover_us: from READY after prefill to a decode daemon's claim.
         decode_ms: from that claim to the end.
         first_token_ms: from the request's arrival to its first token.
         cached_tokens, prefill_tokens, local_tokens: prompt tokens taken from the cache, computed by prefill
             daemons, and computed by decode daemons.
-        adoptions, preemptions: how often it changed hands after a death, or lost its blocks. After either,
+        adoptions, preemptions: how often another daemon went on with it, or it lost its blocks. After either,
             only first_token_ms is a single time; the others are None.
     """
 
@@ -114,12 +115,18 @@ class RowStream:
         self.end: RowEnd | None = None
         self._client = client
         self._pending: list[int] = []
+        self._pending_logprobs: list[TokenLogprobs] = []
         self._stats: RowStats | None = None
         self._position = len(request.tokens)
 
     def take(self) -> list[int]:
         """The tokens that came since the last call."""
         taken, self._pending = self._pending, []
+        return taken
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens that `take` returns, if the request asks for them; else none."""
+        taken, self._pending_logprobs = self._pending_logprobs, []
         return taken
 
     def cancel(self, *, enough: bool = False) -> None:
@@ -134,12 +141,15 @@ class RowStream:
         """As of now; as of the end once that is known."""
         return self._stats or self._client.read_stats(self)
 
-    def read(self, rows_new_tokens: Callable[[int, int, int], list[int]]) -> bool:
-        """Copy new tokens out of the row; whether there were any. For the client."""
-        tokens = rows_new_tokens(self.row, self.generation, self._position)
-        self._position += len(tokens)
+    def read(self, rows: Rows) -> int:
+        """Copy new tokens out of the row; returns how many. For the client."""
+        tokens = rows.new_tokens(self.row, self.generation, self._position)
+        end = self._position + len(tokens)
+        if tokens and self.request.params.num_logprobs is not None:
+            self._pending_logprobs += rows.take_logprobs(self.row, self._position, end)
+        self._position = end
         self._pending += tokens
-        return bool(tokens)
+        return len(tokens)
 
     def close(self, end: RowEnd) -> None:
         """Note the end, with the stamps as they are now. For the client."""
@@ -176,6 +186,7 @@ class RowClient:
         self._rows = segment.rows
         self._me = me
         self._bell = bell
+        self._wake = Wake(segment, me.slot, bell)
         self._local_prefill_tokens = local_prefill_tokens
         self._max_batch = max_batch
         self._max_queue = max_queue
@@ -259,7 +270,7 @@ class RowClient:
         states = self._rows.states()
         if self._num_waiting or int(RowState.FREE) not in states:
             return False
-        if self._rows.goes_direct(tokens, self._local_prefill_tokens):
+        if len(tokens) - 1 - self._rows.num_cached(tokens) <= self._local_prefill_tokens:
             ahead, role, places = RowState.READY, Role.DECODE, self._max_batch
         else:
             ahead, role, places = RowState.QUEUED, Role.PREFILL, 1
@@ -304,9 +315,9 @@ class RowClient:
             self._count_waiting(-1)
         state = self._rows.state(claim.row)
         if state is RowState.QUEUED:
-            self._ring(Role.PREFILL)
+            self._wake.for_work(Role.PREFILL)
         elif state is RowState.READY:
-            self._ring(Role.DECODE)
+            self._wake.for_work(Role.DECODE)
         return stream
 
     def _count_waiting(self, change: int) -> None:
@@ -329,27 +340,26 @@ class RowClient:
         state = self._rows.state(row)
         if state in _TERMINAL:
             self._let_go(stream)
+            self._wake.for_room()
         elif state in OWNED:
-            self._bell.ring(self._rows.get(row, R.OWNER) - 1)
+            self._wake.owner(row)
 
     def read_stats(self, stream: RowStream) -> RowStats:
         """The row's stamps and counts; only while the row is this stream's."""
         rows, row = self._rows, stream.row
-        created, queued = rows.get(row, R.T_CREATED), rows.get(row, R.T_QUEUED)
+        received = stream.request.received_ns
         prefilling, ready = rows.get(row, R.T_PREFILLING), rows.get(row, R.T_READY)
         decoding, first = rows.get(row, R.T_DECODING), rows.get(row, R.T_FIRST_TOKEN)
         finished = rows.get(row, R.T_FINISHED) or time.monotonic_ns()
-        waited = max(0, created - stream.request.received_ns)
         claimed = prefilling if prefilling else decoding
-        since = queued if prefilling else ready
         # Stamps are overwritten when a row changes hands: then no phase has one beginning and one end.
         once = not rows.get(row, R.ADOPTIONS) and not rows.get(row, R.PREEMPTIONS)
         return RowStats(
-            queue_ms=round((waited + claimed - since) / 1e6, 3) if claimed and once else None,
+            queue_ms=_span(received, claimed, 1e6) if once else None,
             prefill_ms=_span(prefilling, ready, 1e6) if once else None,
             handover_us=_span(ready, decoding, 1e3) if prefilling and once else None,
             decode_ms=_span(decoding, finished, 1e6) if once else None,
-            first_token_ms=_span(stream.request.received_ns, first, 1e6),
+            first_token_ms=_span(received, first, 1e6),
             cached_tokens=rows.get(row, R.CACHED_TOKENS),
             prefill_tokens=rows.get(row, R.PREFILLED_TOKENS),
             local_tokens=rows.get(row, R.LOCAL_TOKENS),
@@ -380,10 +390,12 @@ class RowClient:
             return
         # States before tokens: a row seen at its end has all its tokens in place.
         states = self._rows.states()
-        new_tokens = self._rows.new_tokens
         for stream in list(self._live.values()):
             state = states[stream.row]
-            news = stream.end is None and stream.read(new_tokens)
+            number = stream.read(self._rows) if stream.end is None else 0
+            news = number > 0
+            if number >= LOGPROB_RING // 2 and stream.request.params.num_logprobs is not None:
+                self._wake.owner(stream.row)  # it may have waited for room in the ring
             if state in _TERMINAL:
                 news = self._note_end(stream, RowState(state)) or news
                 self._let_go(stream)
@@ -415,10 +427,6 @@ class RowClient:
         del self._live[stream.row]
         self._freed.set()
 
-    def _ring(self, role: Role) -> None:
-        for slot in self.segment.slots(role):
-            self._bell.ring(slot)
-
 
 def _span(start_ns: int, stop_ns: int, unit: float) -> float | None:
     if not start_ns or not stop_ns:
@@ -428,10 +436,17 @@ def _span(start_ns: int, stop_ns: int, unit: float) -> float | None:
 
 @dataclass(frozen=True)
 class Delta:
-    """What came since the last one. Text may lag behind tokens: half characters and begun stops wait."""
+    """What came since the last one. Text may lag behind tokens: half characters and begun stops wait.
+
+    Attributes:
+        logprobs: of the tokens, if asked for.
+        text_offsets: if so, where in the choice's text each token begins.
+    """
 
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
 
 
 class Choice:
@@ -464,6 +479,7 @@ class Choice:
         self._hidden_ids = hidden_ids
         self._detokenizer = tokenizer.detokenizer()
         self._stop_checker = StopChecker(stops) if stops else None
+        self._text_length = 0
 
     @property
     def is_done(self) -> bool:
@@ -471,40 +487,52 @@ class Choice:
 
     def advance(self) -> Delta:
         """Take what the row has; notes the end if that is it."""
-        ids = self.stream.take()
-        if self._stop_checker is None:
+        ids, logprobs = self.stream.take(), self.stream.take_logprobs()
+        offsets: list[int] = []
+        if self._stop_checker is None and not logprobs:
             text = self._push(ids)
+            self.num_tokens += len(ids)
         else:
-            ids, text = self._push_until_stop(ids, self._stop_checker)
-        self.num_tokens += len(ids)
+            ids, text, offsets = self._push_singly(ids)
         end = self.stream.end
         if self.finish_reason is None and end is not None:
             if end.state is RowState.FINISHED:
                 text += self._finish(end.reason)
             else:
                 self.failure = end
-        return Delta(text, ids)
+        return Delta(text, ids, logprobs[: len(ids)], offsets[: len(logprobs)])
 
     def _push(self, ids: list[int]) -> str:
         if ids and ids[-1] in self._hidden_ids:  # nothing comes after it
             ids = ids[:-1]
-        return self._detokenizer.push(ids)
+        text = self._detokenizer.push(ids)
+        self._text_length += len(text)
+        return text
 
-    def _push_until_stop(self, ids: list[int], checker: StopChecker) -> tuple[list[int], str]:
-        text = ""
+    def _push_singly(self, ids: list[int]) -> tuple[list[int], str, list[int]]:
+        """Token by token: up to a stop string, and noting where each begins."""
+        text, offsets = "", []
         for number, token in enumerate(ids, 1):
-            shown, stopped = checker.push(self._push([token]))
+            offsets.append(self._text_length)
+            self.num_tokens += 1
+            shown, stopped = self._check_stop(self._push([token]))
             text += shown
             if stopped:
                 self.finish_reason = "stop"
                 self.stream.cancel(enough=True)
-                return ids[:number], text
-        return ids, text
+                return ids[:number], text, offsets
+        return ids, text, offsets
+
+    def _check_stop(self, text: str) -> tuple[str, bool]:
+        if self._stop_checker is None:
+            return text, False
+        # As with vLLM, a stop string counts once it ends beyond min_tokens.
+        return self._stop_checker.push(text, exempt=self.num_tokens <= self.stream.request.params.min_tokens)
 
     def _finish(self, reason: FinishReason) -> str:
         text, stopped = self._detokenizer.flush(), False
         if self._stop_checker is not None:
-            text, stopped = self._stop_checker.push(text)
+            text, stopped = self._check_stop(text)
             if not stopped:
                 rest, stopped = self._stop_checker.flush()
                 text += rest

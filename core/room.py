@@ -1,13 +1,31 @@
-"""Room for the oldest: who gives up blocks when the pool is full.
+"""Room for the oldest: who gives up blocks when the pool is full, and who gets them.
 
 The oldest request in the segment is never preempted, and admission saw to it that it fits alone: so it always
-ends, then the next. A preempted row keeps its tokens; its KV is computed again. Called by both engines.
+ends, then the next. A preempted row keeps its tokens; its KV is computed again. What comes free is for the oldest
+that wants it: a daemon says for whom it waits, and no row behind that one is begun. Called by both engines.
 """
 
 from __future__ import annotations
 
-from pdctl.transport.layout import R
+from pdctl.core.wake import Wake
+from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, Rows, RowState
+from pdctl.transport.segment import Participant, Role, Segment
+
+
+def make_room(rows: Rows, order: int, actor: Actor, wake: Wake) -> bool:
+    """Take the blocks of one request younger than `order`, or ask its owner to give them up.
+
+    Returns:
+        True: some came free. False: not now; they come with a bell.
+    """
+    if preempt_younger(rows, order, actor) is not None:
+        wake.for_work(Role.PREFILL)
+        return True
+    asked = ask_younger(rows, order)
+    if asked is not None:
+        wake.owner(asked)
+    return False
 
 
 def preempt_younger(rows: Rows, order: int, actor: Actor) -> int | None:
@@ -28,7 +46,7 @@ def ask_younger(rows: Rows, order: int) -> int | None:
     """Wish that the owner of the youngest request after `order` gives it up, before its next chunk or step.
 
     Returns:
-        Its row, for ringing its owner's bell; None: all others are older.
+        Its row; None: all others are older.
     """
     owned = [row for state in (RowState.PREFILLING, RowState.DECODING) for row in rows.in_state(state)]
     younger = [row for row in owned if rows.get(row, R.ORDER) > order]
@@ -37,3 +55,57 @@ def ask_younger(rows: Rows, order: int) -> int | None:
     youngest = max(younger, key=lambda row: rows.get(row, R.ORDER))
     rows.put(youngest, R.PREEMPT, 1)
     return youngest
+
+
+class Wanted:
+    """For which rows blocks are wanted, by us and by others.
+
+    Rows are named by their order: the smallest is the oldest.
+    """
+
+    def __init__(self, segment: Segment, me: Participant) -> None:
+        self._segment = segment
+        self._me = me
+        self._ours: int | None = None
+        self._first: int | None = None
+
+    def look(self) -> None:
+        """Begin a step: ask what all daemons wait for, as far as those rows still wait."""
+        rows = self._segment.rows
+        told = {
+            self._segment.participant_word(slot, P.WANTS_ROOM) - 1
+            for role in (Role.PREFILL, Role.DECODE)
+            for slot in self._segment.slots(role)
+        }
+        told.discard(-1)
+        self._ours = self._first = None
+        if told:
+            states = (RowState.QUEUED, RowState.READY, RowState.DECODING)
+            orders = {rows.get(row, R.ORDER) for state in states for row in rows.in_state(state)}
+            self._first = min(told & orders, default=None)
+
+    def note(self, order: int) -> None:
+        """There was no room for this row."""
+        self._ours = order if self._ours is None else min(order, self._ours)
+        self._first = order if self._first is None else min(order, self._first)
+
+    def is_before(self, row: int) -> bool:
+        """Whether an older row waits for the blocks that `row`, which has none, would take."""
+        rows = self._segment.rows
+        return self._first is not None and rows.get(row, R.ORDER) > self._first and not rows.get(row, R.NUM_BLOCKS)
+
+    def forget(self) -> None:
+        """We wait for nothing any more."""
+        self._ours = self._first = None
+        self.tell()
+
+    def tell(self) -> bool:
+        """Say what we wait for, so that whoever frees blocks rings.
+
+        Returns:
+            True: look once more before sleeping; some may have come free before we said so.
+        """
+        told, now = self._me.get(P.WANTS_ROOM), 0 if self._ours is None else self._ours + 1
+        if told != now:
+            self._me.put(P.WANTS_ROOM, now)
+        return now != 0 and told != now

@@ -36,9 +36,11 @@ class Tokenizer:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self._byte_ids = byte_token_ids(inner.get_vocab()) if _falls_back_to_bytes(inner) else frozenset()
+        self._added = {token: str(added.content) for token, added in inner.added_tokens_decoder.items()}
         self._special_ids = frozenset(inner.all_special_ids) | {
             token for token, added in inner.added_tokens_decoder.items() if added.special
         }
+        self._byte_of = _byte_alphabet() if _decoder_has(inner, b"ByteLevel") else {}
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -94,6 +96,19 @@ class Tokenizer:
         """The reference: all ids at once, special tokens skipped, spaces left alone."""
         return str(self._inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for by itself: perhaps half a character. Nothing for an id without a token."""
+        piece = self._inner.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if token in self._byte_ids:
+            return bytes.fromhex(piece[3:5])
+        if token in self._added:
+            return self._added[token].encode()
+        if self._byte_of and all(letter in self._byte_of for letter in piece):
+            return bytes(self._byte_of[letter] for letter in piece)
+        return str(piece).replace("▁", " ").encode()
+
     def detokenizer(self) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self.decode, self._byte_ids, self._special_ids)
 
@@ -102,7 +117,19 @@ def _falls_back_to_bytes(inner: Any) -> bool:
     backend = getattr(inner, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return True
-    return b"ByteFallback" in backend.decoder.__getstate__()
+    return _decoder_has(inner, b"ByteFallback")
+
+
+def _decoder_has(inner: Any, part: bytes) -> bool:
+    backend = getattr(inner, "backend_tokenizer", None)
+    return backend is not None and backend.decoder is not None and part in backend.decoder.__getstate__()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letters that byte-level vocabularies write bytes with (GPT-2's `bytes_to_unicode`, read backwards)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def read_sampling_defaults(path: Path) -> SamplingDefaults:

@@ -51,9 +51,10 @@ def make_checkpoint(directory: Path, family: str = "Llama", **changes: object) -
     import torch
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = model_class.config_class(**{**TINY, **changes})
     torch.manual_seed(7)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = model_class(config)
     # Weights larger than at initialisation: logits far enough apart to be worth comparing.
     with torch.no_grad():
         for parameter in model.parameters():

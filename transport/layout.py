@@ -8,7 +8,7 @@
     | row states         |  [max_rows]                              dense: one scan sees all
     +--------------------+
     | rows               |  [max_rows][row_words]                   fields | texts | params | block table
-    |                    |                                          | tokens | logprobs
+    |                    |                                          | tokens | logprob ring
     +--------------------+
     | blocks             |  [num_blocks][BLOCK_WORDS]               state, generation, parent, hash, links
     +--------------------+
@@ -35,7 +35,7 @@ from enum import IntEnum
 from functools import cached_property
 
 MAGIC = int.from_bytes(b"pdctlKV1", "little")
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 WORD = 8
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -46,8 +46,13 @@ RING_WORDS = 8
 ROW_FIELD_WORDS = 128
 ROW_REQUEST_ID_WORDS = 16
 ROW_ERROR_WORDS = 64
-# Stop ids now; logit bias and schemas of later versions fit here (8 KiB).
-ROW_PARAM_WORDS = 1024
+# Stop ids, then logit bias; schemas of later versions fit here too (16 KiB).
+ROW_PARAM_WORDS = 2048
+# Log-probabilities of a row's latest tokens: an entry is the token's own word and those of the likeliest ones. The
+# entry of a position is overwritten LOGPROB_RING positions later, once the router has read it (READ_TOKENS).
+LOGPROB_RING = 64
+MAX_LOGPROBS = 20
+LOGPROB_WORDS = 1 + MAX_LOGPROBS
 
 
 class DType(IntEnum):
@@ -71,6 +76,17 @@ class SegmentState(IntEnum):
     CLOSED = 2
 
 
+class VerifyKv(IntEnum):
+    """Whether published blocks carry a checksum of their KV, and what becomes of a row that meets a wrong one.
+
+    Checked on every cache hit, and when a row is taken over from a dead daemon.
+    """
+
+    OFF = 0
+    RECOMPUTE = 1
+    FAIL = 2
+
+
 class H(IntEnum):
     """Header words."""
 
@@ -88,6 +104,7 @@ class H(IntEnum):
     TIME_NAMESPACE = 36
     BOOT_ID = 37
     OWNER_PID = 38
+    VERIFY_KV = 39  # VerifyKv, for the segment's whole life
     # the lock
     SEQUENCE = 64
     LOCK_SLOT = 65
@@ -121,8 +138,9 @@ class H(IntEnum):
     FINISHED = 140
     FAILED = 141
     CANCELLED = 142
-    OUTPUT_TOKENS = 143  # of rows that have ended
-    REJECTED = 144  # written by the router alone, outside sections
+    BAD_BLOCKS = 143
+    OUTPUT_TOKENS = 144  # of rows that have ended
+    REJECTED = 145  # written by the router alone, outside sections
 
 
 class P(IntEnum):
@@ -140,7 +158,8 @@ class P(IntEnum):
     BIT_EXACT = 9
     READY_NS = 10
     ATTACHED_NS = 11
-    WAITING = 12  # of a router: requests that wait for a row
+    WANTS_ROOM = 12  # order + 1 of a row that blocks are wanted for: ring when some come free
+    WAITING = 13  # of a router: requests that wait for a row
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17
@@ -184,6 +203,8 @@ class R(IntEnum):
     # wishes, written by others
     CANCEL = 32
     PREEMPT = 33
+    # tokens of the row (the prompt's too) whose log-probabilities the router has copied out
+    READ_TOKENS = 34
     # sampling
     TEMPERATURE = 40
     TOP_P = 41
@@ -193,7 +214,7 @@ class R(IntEnum):
     FLAGS = 45
     NUM_STOP_IDS = 46
     MIN_TOKENS = 47
-    NUM_LOGPROBS = 48
+    NUM_LOGPROBS = 48  # of likeliest tokens, plus one: 0 is no log-probabilities at all
     REPETITION_PENALTY = 49
     PRESENCE_PENALTY = 50
     FREQUENCY_PENALTY = 51
@@ -232,11 +253,12 @@ class B(IntEnum):
 
 
 class BlockState(IntEnum):
-    """FREE -> OWNED -> CACHED -> FREE, or OWNED -> FREE."""
+    """FREE -> OWNED -> CACHED -> FREE, or OWNED -> FREE, or CACHED -> BAD -> FREE."""
 
     FREE = 0
     OWNED = 1  # private to one row, being written
     CACHED = 2  # published: full, immutable, shared
+    BAD = 3  # as CACHED, but its KV is not what was sealed: never matched again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +336,7 @@ class Layout:
         self.row_blocks = self.row_params + ROW_PARAM_WORDS
         self.row_tokens = self.row_blocks + g.blocks_per_row
         self.row_logprobs = self.row_tokens + g.max_context
-        self.row_words = self.row_logprobs + g.max_context
+        self.row_words = self.row_logprobs + LOGPROB_RING * LOGPROB_WORDS
 
         at = HEADER_WORDS
         self.participants = at

@@ -46,6 +46,7 @@ class Op(IntEnum):
     RECYCLE = 10
     REAP = 11
     CLOSE = 12
+    CONDEMN = 13
 
 
 class Rollback(Exception):  # noqa: N818  (not an error)

@@ -89,6 +89,11 @@ class Mapping:
     def fd(self) -> int:
         return -1 if self._owned is None else self._owned.fd
 
+    def kv(self, layout: Layout) -> memoryview | None:
+        """The KV pages' bytes; None once this is closed."""
+        data: memoryview | None = self.__dict__.get("_bytes")
+        return None if data is None else data[layout.kv_offset : layout.total_bytes]
+
     def file_lock(self) -> FileLock | NoFileLock:
         return NoFileLock() if self._owned is None else FileLock(self._owned)
 

@@ -2,24 +2,28 @@
 
     FREE --allocate--> OWNED --publish--> CACHED --evict--> FREE
                        OWNED --release--> FREE
+                                          CACHED --condemn--> BAD --evict--> FREE
 
 A block is private to one row while it is written (OWNED) and immutable once published (CACHED); a CACHED block
 counts the rows whose block tables name it. With none left it waits in the LRU list until the room is needed.
 Rows let go of their blocks last first, so a child is always older in that list than its parent.
 
 All changes go through a `Section`; `match` alone reads without the lock, and `pin` re-checks what it found.
-Knows blocks and hashes; what a row is, rows.py knows.
+With `VerifyKv` a block is sealed when it is published: a checksum over its KV bytes says later whether they are
+still the same. Knows blocks and hashes; what a row is, rows.py knows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdctl.transport.layout import LAYOUT_VERSION, B, BlockState, H, Layout
+from pdctl.transport.errors import CorruptSegmentError
+from pdctl.transport.layout import LAYOUT_VERSION, B, BlockState, H, Layout, VerifyKv
 from pdctl.transport.lock import Section
 
 # Integers rather than enum members where every token counts.
@@ -50,11 +54,16 @@ def chain_hash(parent_hash: int, tokens: Sequence[int]) -> int:
 
 
 class Pool:
-    """The blocks of one segment."""
+    """The blocks of one segment.
 
-    def __init__(self, words: memoryview, layout: Layout) -> None:
+    Args:
+        kv: gives the KV pages' bytes, or None where they are not mapped.
+    """
+
+    def __init__(self, words: memoryview, layout: Layout, kv: Callable[[], memoryview | None]) -> None:
         self._words = words
         self._layout = layout
+        self._kv = kv
         g = layout.geometry
         self.num_blocks = g.num_blocks
         self.block_tokens = g.block_tokens
@@ -88,16 +97,26 @@ class Pool:
         start = self._layout.block_tokens + block * self.block_tokens
         return self._words[start : start + self.block_tokens].tolist()
 
-    def match(self, tokens: Sequence[int], limit_blocks: int) -> list[BlockRef]:
+    def chain_hashes(self, tokens: Sequence[int]) -> list[int]:
+        """Chain hashes of the full blocks of `tokens`: equal up to where two sequences have the same blocks."""
+        size, hashes, hash_ = self.block_tokens, [], self.hash_seed()
+        for start in range(0, len(tokens) - size + 1, size):
+            hashes.append(hash_ := chain_hash(hash_, tokens[start : start + size]))
+        return hashes
+
+    def match(
+        self, tokens: Sequence[int], limit_blocks: int, after: tuple[BlockRef, int] | None = None
+    ) -> list[BlockRef]:
         """The published blocks that hold the beginning of `tokens`, longest run from the start.
 
         Takes no lock: `pin` decides whether each is still what it was.
 
         Args:
             limit_blocks: at most so many; a row never shares the block of its position N-1.
+            after: the block that `tokens` follow, and its chain hash; None: they begin a sequence.
         """
         found: list[BlockRef] = []
-        parent, parent_hash = None, self.hash_seed()
+        parent, parent_hash = after or (None, self.hash_seed())
         for index in range(limit_blocks):
             part = tokens[index * self.block_tokens : (index + 1) * self.block_tokens]
             parent_hash = chain_hash(parent_hash, part)
@@ -133,6 +152,40 @@ class Pool:
             and words[base + _GENERATION] == ref.generation
         )
 
+    # --- seals ---------------------------------------------------------------------------------------------
+
+    @property
+    def seals(self) -> bool:
+        """Whether published blocks carry a checksum here."""
+        return bool(self._words[H.VERIFY_KV] != VerifyKv.OFF)
+
+    def checksum(self, block: int) -> int:
+        """CRC-32 over a block's KV bytes, plus 2^32: 0 is for a block without one."""
+        kv, size = self._kv(), self._layout.geometry.block_bytes
+        if kv is None:
+            raise CorruptSegmentError(f"block {block}: its KV is not mapped here")
+        return 1 << 32 | zlib.crc32(kv[block * size : (block + 1) * size])
+
+    def is_broken(self, ref: BlockRef) -> bool:
+        """Whether a published block's KV is not what was sealed. Without a lock: a block reused meanwhile is not."""
+        base = self._layout.block(ref.block)
+        sealed = self._words[base + _CHECKSUM]
+        if not sealed or self.checksum(ref.block) == sealed:
+            return False
+        return (
+            self._words[base + _GENERATION] == ref.generation
+            and self._words[base + _STATE] == BlockState.CACHED
+            and self._words[base + _CHECKSUM] == sealed
+        )
+
+    def condemn(self, section: Section, ref: BlockRef) -> None:
+        """A broken block is matched no more; rows that have it keep it, and it is evicted in its turn."""
+        base = self._layout.block(ref.block)
+        same = self._words[base + _GENERATION] == ref.generation
+        if same and self._words[base + _STATE] == BlockState.CACHED:
+            section.set(base + _STATE, BlockState.BAD)
+            section.add(H.BAD_BLOCKS, 1)
+
     # --- changing ------------------------------------------------------------------------------------------
 
     def pin(self, section: Section, ref: BlockRef) -> bool:
@@ -165,9 +218,18 @@ class Pool:
         return head - 1
 
     def publish(
-        self, section: Section, block: int, hash_: int, tokens: Sequence[int], parent: BlockRef | None
+        self,
+        section: Section,
+        block: int,
+        hash_: int,
+        tokens: Sequence[int],
+        parent: BlockRef | None,
+        checksum: int = 0,
     ) -> int:
         """Make a full private block known by its content.
+
+        Args:
+            checksum: of its KV, if this segment seals blocks.
 
         Returns:
             The block that holds this content from now on. If another row was first, that is its block (one
@@ -185,6 +247,7 @@ class Pool:
         section.set(base + _PARENT, 0 if parent is None else parent.block + 1)
         section.set(base + _PARENT_GENERATION, 0 if parent is None else parent.generation)
         section.set(base + _REFS, 1)
+        section.set(base + _CHECKSUM, checksum)
         section.set(base + _ROW, 0)
         section.set(base + _LAST_USE, time.monotonic_ns())
         section.set(base + _STATE, BlockState.CACHED)

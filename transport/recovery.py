@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pdctl.transport.errors import CorruptSegmentError
 from pdctl.transport.layout import B, BlockState, H, P, R
 from pdctl.transport.lock import Op
+from pdctl.transport.pool import BlockRef
 from pdctl.transport.rows import OWNED, TERMINAL, Actor, RowState
 from pdctl.transport.segment import Role, Segment
 
@@ -123,10 +124,10 @@ def _verify(segment: Segment) -> list[str]:
                 continue
             refs[block] += 1
             expected = BlockState.CACHED if index < published else BlockState.OWNED
-            if segment.pool.state(block) != expected:
+            now = segment.pool.state(block)
+            if now != expected and not (now == BlockState.BAD and expected is BlockState.CACHED):
                 problems.append(
-                    f"row {row}, place {index}: block {block} is in state {segment.pool.state(block)}, "
-                    f"expected {expected.name}"
+                    f"row {row}, place {index}: block {block} is in state {now}, expected {expected.name}"
                 )
             if expected is BlockState.OWNED:
                 writers[block] = row
@@ -175,13 +176,14 @@ def _verify_block(
     problems = []
     if (state is BlockState.FREE) != (block in free):
         problems.append(f"block {block}: {state.name} and {'' if block in free else 'not '}in the free list")
-    if (state is BlockState.CACHED) != (block in indexed):
+    published = state in (BlockState.CACHED, BlockState.BAD)
+    if published != (block in indexed):
         problems.append(f"block {block}: {state.name} and {'' if block in indexed else 'not '}in the index")
     if state is BlockState.OWNED and writers.get(block) != words[base + B.ROW] - 1:
         problems.append(f"block {block}: private to row {words[base + B.ROW] - 1}, held by {writers.get(block)}")
     if state is BlockState.OWNED and refs != 1:
         problems.append(f"block {block}: private, in {refs} block tables")
-    if state is BlockState.CACHED:
+    if published:
         if words[base + B.REFS] != refs:
             problems.append(f"block {block}: {words[base + B.REFS]} references counted, {refs} found")
         if (refs == 0) != (block in lru):
@@ -194,6 +196,22 @@ def _verify_block(
     elif refs and state is BlockState.FREE:
         problems.append(f"block {block}: free, in {refs} block tables")
     return problems
+
+
+def verify_seals(segment: Segment) -> tuple[int, list[str]]:
+    """Compare every sealed block's KV with its checksum; on a live segment, too. Reads only.
+
+    Returns:
+        How many blocks carry a checksum, and what is wrong.
+    """
+    pool, problems, sealed = segment.pool, [], 0
+    for block in range(segment.geometry.num_blocks):
+        base = segment.layout.block(block)
+        if segment.words[base + B.STATE] == BlockState.CACHED and segment.words[base + B.CHECKSUM]:
+            sealed += 1
+            if pool.is_broken(BlockRef(block, pool.generation(block))):
+                problems.append(f"block {block}: its KV is not what was sealed (checksum)")
+    return sealed, problems
 
 
 def _walk(words: memoryview, head: int, next_of: object, limit: int) -> list[int]:

@@ -1,8 +1,9 @@
 """Rows: one request each, from its tokens to its last stamp, and every move a row can make.
 
     FREE -> FILLING -> QUEUED -> PREFILLING -> READY -> DECODING -> FINISHED -> FREE
-            FILLING -> READY                 nothing, or little, is left to prefill
+            FILLING -> READY, QUEUED -> READY        nothing, or little, is left to prefill
             READY -> QUEUED, DECODING -> QUEUED      preempted for want of blocks (tokens kept, KV recomputed)
+            PREFILLING -> QUEUED                     other rows go first (tokens and blocks kept)
             PREFILLING -> QUEUED, DECODING -> READY  owner dead or drained (tokens and blocks kept)
             ... -> CANCELLED / FAILED -> FREE
 
@@ -11,6 +12,7 @@ block table; everybody else writes wishes. Rows without an owner are moved insid
 
 What a token costs is three plain stores in a fixed order: KV of all layers, then KV_LEN, then the token's slot
 (generation << 32 | id; this store is the commit), then NUM_TOKENS as a hint where to look for the last slot.
+Log-probabilities, where asked for, are written before the slot, into a ring whose reader says how far it is.
 
 Knows blocks through `Pool`; knows nothing of models or sockets.
 """
@@ -27,6 +29,9 @@ from typing import TYPE_CHECKING
 
 from pdctl.transport.errors import CapacityError, CorruptSegmentError, UsageError
 from pdctl.transport.layout import (
+    LOGPROB_RING,
+    LOGPROB_WORDS,
+    MAX_LOGPROBS,
     ROW_ERROR_WORDS,
     ROW_PARAM_WORDS,
     ROW_REQUEST_ID_WORDS,
@@ -36,6 +41,7 @@ from pdctl.transport.layout import (
     Layout,
     R,
     RowFlag,
+    VerifyKv,
 )
 from pdctl.transport.lock import MutationLock, Op, Rollback, Section
 from pdctl.transport.pool import BlockRef, Pool, chain_hash
@@ -90,8 +96,9 @@ TRANSITIONS: dict[tuple[RowState, RowState], frozenset[Actor]] = {
     (_S.FILLING, _S.READY): frozenset({Actor.ROUTER}),
     (_S.FILLING, _S.FREE): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
     (_S.QUEUED, _S.PREFILLING): frozenset({Actor.PREFILL}),
+    (_S.QUEUED, _S.READY): frozenset({Actor.PREFILL}),
     (_S.QUEUED, _S.CANCELLED): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
-    (_S.QUEUED, _S.FAILED): frozenset({Actor.SUPERVISOR}),
+    (_S.QUEUED, _S.FAILED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
     (_S.PREFILLING, _S.READY): frozenset({Actor.PREFILL}),
     (_S.PREFILLING, _S.QUEUED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
     (_S.PREFILLING, _S.CANCELLED): frozenset({Actor.PREFILL, Actor.SUPERVISOR}),
@@ -99,7 +106,7 @@ TRANSITIONS: dict[tuple[RowState, RowState], frozenset[Actor]] = {
     (_S.READY, _S.DECODING): frozenset({Actor.DECODE}),
     (_S.READY, _S.QUEUED): _ANYBODY,
     (_S.READY, _S.CANCELLED): frozenset({Actor.ROUTER, Actor.SUPERVISOR}),
-    (_S.READY, _S.FAILED): frozenset({Actor.SUPERVISOR}),
+    (_S.READY, _S.FAILED): frozenset({Actor.DECODE, Actor.SUPERVISOR}),
     (_S.DECODING, _S.FINISHED): frozenset({Actor.DECODE}),
     (_S.DECODING, _S.READY): frozenset({Actor.DECODE, Actor.SUPERVISOR}),
     (_S.DECODING, _S.QUEUED): frozenset({Actor.DECODE}),
@@ -119,28 +126,64 @@ _STAMP = {
     RowState.CANCELLED: R.T_FINISHED,
     RowState.FAILED: R.T_FINISHED,
 }
+# Between chunks a row may go back into the queue and be claimed again: its waiting ends with the first claim.
+_FIRST_ENTRY = frozenset({R.T_QUEUED, R.T_PREFILLING})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowParams:
-    """What a request asks of the sampler. Temperature 0 is greedy; top_k 0 and top_p 1 switch filters off."""
+    """What a request asks of the sampler. Temperature 0 is greedy; the other defaults change nothing.
+
+    Attributes:
+        top_k: 0: all.
+        min_tokens: output tokens before which no end-of-sequence or stop id may come.
+        repetition_penalty: divides positive logits of ids in prompt or output, multiplies negative ones.
+        presence_penalty, frequency_penalty: subtracted from logits of ids in the output, once or each time.
+        logit_bias: (id, what is added to its logit in float32), each id once.
+        num_logprobs: how many of the likeliest tokens are told with each token's own log-probability; None: no
+            log-probabilities.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = field(default=())
+    logit_bias: tuple[tuple[int, float], ...] = field(default=())
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """A sampled token's natural log-probability, and the likeliest tokens with theirs, likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A row that is now ours. `generation` tells this request from the row's earlier ones."""
+    """A row that is now ours.
+
+    Attributes:
+        generation: tells this request from the row's earlier ones.
+        num_tokens: committed ones.
+        kv_len: positions whose KV is there; below num_tokens.
+        cached_tokens: so many of them came from the prefix cache with this claim.
+    """
 
     row: int
     generation: int
     num_tokens: int
     kv_len: int
+    cached_tokens: int = 0
 
 
 def float_to_word(value: float) -> int:
@@ -149,6 +192,15 @@ def float_to_word(value: float) -> int:
 
 def word_to_float(word: int) -> float:
     return float(struct.unpack("<d", word.to_bytes(8, "little"))[0])
+
+
+def _pair_to_word(token: int, value: float) -> int:
+    """An id and a float32 in one word."""
+    return token << 32 | int.from_bytes(struct.pack("<f", value), "little")
+
+
+def _word_to_pair(word: int) -> tuple[int, float]:
+    return word >> 32, float(struct.unpack("<f", (word & _TOKEN_MASK).to_bytes(4, "little"))[0])
 
 
 class Rows:
@@ -233,15 +285,43 @@ class Rows:
 
     def params(self, row: int) -> RowParams:
         start = self._layout.row(row) + self._layout.row_params
-        number = min(self.get(row, R.NUM_STOP_IDS), ROW_PARAM_WORDS)
+        stop_ids_end = start + min(self.get(row, R.NUM_STOP_IDS), ROW_PARAM_WORDS)
+        bias_end = min(stop_ids_end + self.get(row, R.NUM_LOGIT_BIAS), start + ROW_PARAM_WORDS)
+        num_logprobs = self.get(row, R.NUM_LOGPROBS)
         return RowParams(
             temperature=word_to_float(self.get(row, R.TEMPERATURE)),
             top_p=word_to_float(self.get(row, R.TOP_P)),
             top_k=self.get(row, R.TOP_K),
+            min_p=word_to_float(self.get(row, R.MIN_P)),
             seed=self.get(row, R.SEED),
+            min_tokens=self.get(row, R.MIN_TOKENS),
+            repetition_penalty=word_to_float(self.get(row, R.REPETITION_PENALTY)),
+            presence_penalty=word_to_float(self.get(row, R.PRESENCE_PENALTY)),
+            frequency_penalty=word_to_float(self.get(row, R.FREQUENCY_PENALTY)),
             ignore_eos=bool(self.get(row, R.FLAGS) & RowFlag.IGNORE_EOS),
-            stop_ids=tuple(self._words[start : start + number].tolist()),
+            stop_ids=tuple(self._words[start:stop_ids_end].tolist()),
+            logit_bias=tuple(map(_word_to_pair, self._words[stop_ids_end:bias_end].tolist())),
+            num_logprobs=num_logprobs - 1 if num_logprobs else None,
         )
+
+    def take_logprobs(self, row: int, start: int, stop: int) -> list[TokenLogprobs]:
+        """Copy out what belongs to committed tokens; their places in the ring are free then. For the router."""
+        base = self._layout.row(row)
+        length = self._words[base + R.NUM_LOGPROBS]
+        found = []
+        for position in range(start, stop):
+            entry = self._logprob_entry(row, position)
+            own, *top = map(_word_to_pair, self._words[entry : entry + length].tolist())
+            found.append(TokenLogprobs(token=own[0], logprob=own[1], top=tuple(top)))
+        self._words[base + R.READ_TOKENS] = stop  # SYNC: logprobs-read
+        return found
+
+    def has_logprob_room(self, row: int, position: int) -> bool:
+        """Whether nothing unread stands where the log-probabilities of `position` belong."""
+        return position < self.get(row, R.READ_TOKENS) + LOGPROB_RING  # SYNC: logprobs-read
+
+    def _logprob_entry(self, row: int, position: int) -> int:
+        return self._layout.row(row) + self._layout.row_logprobs + position % LOGPROB_RING * LOGPROB_WORDS
 
     def request_id(self, row: int) -> str:
         return self._text(row, self._layout.row_request_id, ROW_REQUEST_ID_WORDS)
@@ -269,7 +349,8 @@ class Rows:
         at = time.monotonic_ns()
         base = self._layout.row(row)
         section.set(base + R.T_STATE, at)
-        if (stamp := _STAMP.get(to)) is not None:
+        stamp = _STAMP.get(to)
+        if stamp is not None and (stamp not in _FIRST_ENTRY or not self._words[base + stamp]):
             section.set(base + stamp, at)
         ring = self._words[H.RING_HEAD]
         event = self._layout.ring + ring % self._layout.geometry.ring_events * 8
@@ -284,7 +365,9 @@ class Rows:
         self._check_move(row, self.state(row), to, actor)
         words, base = self._words, self._layout.row(row)
         words[base + R.T_STATE] = at = time.monotonic_ns()
-        words[base + _STAMP[to]] = at
+        stamp = _STAMP[to]
+        if stamp not in _FIRST_ENTRY or not words[base + stamp]:
+            words[base + stamp] = at
         words[self._layout.row_states + row] = to  # SYNC: row-state
 
     @staticmethod
@@ -321,15 +404,30 @@ class Rows:
         g = self._layout.geometry
         if not 1 <= len(tokens) < limit_tokens <= g.max_context:
             raise UsageError(f"{len(tokens)} prompt tokens, limit {limit_tokens}: a row holds {g.max_context}")
-        if len(params.stop_ids) > ROW_PARAM_WORDS:
-            raise UsageError(f"{len(params.stop_ids)} stop ids: at most {ROW_PARAM_WORDS}")
+        num_stop_ids, num_bias = len(params.stop_ids), len(params.logit_bias)
+        if num_stop_ids + num_bias > ROW_PARAM_WORDS:
+            raise UsageError(
+                f"{num_stop_ids} stop ids and {num_bias} logit biases: at most {ROW_PARAM_WORDS} of both"
+            )
+        num_logprobs = 0 if params.num_logprobs is None else params.num_logprobs + 1
+        if not 0 <= num_logprobs <= LOGPROB_WORDS:
+            raise UsageError(f"num_logprobs {params.num_logprobs}: expected 0 to {MAX_LOGPROBS}")
         # Checked before a row is taken: a value that cannot be stored would leave it FILLING for ever.
-        for what, ids in (("stop id", params.stop_ids), ("token", tokens)):
+        bias_ids = [token for token, _ in params.logit_bias]
+        for what, ids in (("stop id", params.stop_ids), ("logit bias id", bias_ids), ("token", tokens)):
             if ids and not (min(ids) >= 0 and max(ids) <= _TOKEN_MASK):
                 raise UsageError(f"{what} out of range: {min(ids)} to {max(ids)} found, 0 to {_TOKEN_MASK} expected")
-        for what, number in (("top_k", params.top_k), ("deadline_ns", deadline_ns)):
+        for what, number in (
+            ("top_k", params.top_k),
+            ("min_tokens", params.min_tokens),
+            ("deadline_ns", deadline_ns),
+        ):
             if not 0 <= number < 1 << 64:
                 raise UsageError(f"{what} {number}: not an unsigned 64-bit number")
+        try:
+            bias = [_pair_to_word(token, value) for token, value in params.logit_bias]
+        except OverflowError:
+            raise UsageError("logit bias: a value beyond float32") from None
         if (need := -(-limit_tokens // g.block_tokens)) > g.num_blocks:
             raise CapacityError(f"request of {limit_tokens} tokens: {need} blocks, the pool has {g.num_blocks}")
         row = self._take_free_row(me)
@@ -342,7 +440,7 @@ class Rows:
         self._put_text(row, self._layout.row_request_id, ROW_REQUEST_ID_WORDS, request_id)
         self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, "")
         start = base + self._layout.row_params
-        words[start : start + len(params.stop_ids)] = memoryview(array("Q", params.stop_ids))
+        words[start : start + num_stop_ids + num_bias] = memoryview(array("Q", (*params.stop_ids, *bias)))
         fields: dict[int, int] = {
             R.NUM_PROMPT: len(tokens),
             R.NUM_TOKENS: len(tokens),
@@ -351,21 +449,30 @@ class Rows:
             R.TEMPERATURE: float_to_word(params.temperature),
             R.TOP_P: float_to_word(params.top_p),
             R.TOP_K: params.top_k,
+            R.MIN_P: float_to_word(params.min_p),
             R.SEED: params.seed & ((1 << 64) - 1),
+            R.MIN_TOKENS: params.min_tokens,
+            R.REPETITION_PENALTY: float_to_word(params.repetition_penalty),
+            R.PRESENCE_PENALTY: float_to_word(params.presence_penalty),
+            R.FREQUENCY_PENALTY: float_to_word(params.frequency_penalty),
             R.FLAGS: RowFlag.IGNORE_EOS if params.ignore_eos else 0,
-            R.NUM_STOP_IDS: len(params.stop_ids),
+            R.NUM_STOP_IDS: num_stop_ids,
+            R.NUM_LOGIT_BIAS: num_bias,
+            R.NUM_LOGPROBS: num_logprobs,
+            R.READ_TOKENS: len(tokens),
         }
         for name, value in fields.items():
             words[base + name] = value
-        direct = self.goes_direct(tokens, local_prefill_tokens)
+        cached = self.num_cached(tokens)
+        words[base + R.CACHED_TOKENS] = cached  # a forecast, until the first claim
+        direct = len(tokens) - 1 - cached <= local_prefill_tokens
         self._move_own(row, RowState.READY if direct else RowState.QUEUED, Actor.ROUTER)
         return Claim(row=row, generation=generation, num_tokens=len(tokens), kv_len=0)
 
-    def goes_direct(self, tokens: Sequence[int], local_prefill_tokens: int) -> bool:
-        """Whether a prompt needs no prefill daemon: of the tokens before its last, at most so many are uncached."""
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many of a prompt's tokens a claim would find in the cache now."""
         size = self._layout.geometry.block_tokens
-        cached = len(self._pool.match(tokens, (len(tokens) - 1) // size)) * size
-        return len(tokens) - 1 - cached <= local_prefill_tokens
+        return len(self._pool.match(tokens, (len(tokens) - 1) // size)) * size
 
     def _take_free_row(self, me: Participant) -> int | None:
         while True:
@@ -431,53 +538,57 @@ class Rows:
     ) -> Claim | None:
         """Make a row ours, with all blocks that it needs, or change nothing.
 
-        Its cached prefix is looked up without the lock, then checked again and pinned inside it. A row taken
-        over with blocks keeps them. A decode daemon that finds too much uncached sends the row to prefill.
+        What of it is cached is looked up without the lock, then checked again and pinned inside it. A row taken
+        over with blocks keeps them, and gains what others have published since. Who may compute little and who
+        much is settled here too: a decode daemon that finds too much uncached sends the row to prefill, a prefill
+        daemon that finds little left sends it to decode, each with `None` for an answer.
 
         Args:
             me: a prefill daemon claims QUEUED rows, a decode daemon READY ones.
             alone: whether this row would be the only one we work on. Rows whose last owner died before
                 its first commit are claimed in no other way.
-            local_prefill_tokens: what a decode daemon may prefill itself; None: any number (an own prefill).
+            local_prefill_tokens: what a decode daemon may prefill itself; None: nothing is sent on.
 
         Returns:
-            None: another was faster, the room is short, or the row must be claimed alone.
+            None: another was faster, the room is short, the row must be claimed alone, or it was sent on.
         """
-        words, base, g = self._words, self._layout.row(row), self._layout.geometry
+        words, base = self._words, self._layout.row(row)
         from_state, to_state, actor = me.claims
         generation = words[base + R.GENERATION]
         if words[base + _ATTEMPTS] and not alone:
             return None
         num_tokens = self.count_tokens(row)
-        fresh = words[base + R.NUM_BLOCKS] == 0
-        matched: list[BlockRef] = []
-        if fresh:
-            matched = self._pool.match(self.tokens(row, 0, num_tokens), (num_tokens - 1) // g.block_tokens)
+        held = words[base + R.NUM_BLOCKS], words[base + R.NUM_PUBLISHED]
+        matched = self._match(row, num_tokens)
+        if self._pool.seals:
+            if words[base + R.ADOPTIONS] and self._refuse_if_broken(row, generation, actor):
+                return None
+            matched = self._without_broken(matched)
         claimed: Claim | None = None
         with self._lock.section(Op.CLAIM, row) as section:
             if self.state(row) != from_state or words[base + R.GENERATION] != generation:
                 raise Rollback
-            # Another may have had it in between: with blocks that a fresh table would lose, or a token further.
-            if (words[base + R.NUM_BLOCKS] == 0) != fresh or self.count_tokens(row) != num_tokens:
+            # Another may have had it in between: with blocks that the match did not know, or a token further.
+            now_held = words[base + R.NUM_BLOCKS], words[base + R.NUM_PUBLISHED]
+            if now_held != held or self.count_tokens(row) != num_tokens:
                 raise Rollback
             if words[base + _ATTEMPTS] and not alone:
                 raise Rollback
-            if fresh:
-                self._pin_prefix(section, row, matched)
-                uncached = num_tokens - 1 - words[base + _KV_LEN]
-                if local_prefill_tokens is not None and uncached > local_prefill_tokens:
-                    self._release_blocks(section, row)
-                    self._move(section, row, RowState.QUEUED, actor)
-                    return None
-                # Once a request: claimed again after a preemption, it finds blocks that it filled itself.
-                if not words[base + R.PREFILL_SLOT] and not words[base + R.DECODE_SLOT]:
-                    cached = words[base + _KV_LEN]
-                    section.set(base + R.CACHED_TOKENS, cached)
-                    section.add(H.CACHED_TOKENS, cached)
-                    section.add(H.PROMPT_TOKENS, num_tokens)
+            cached = self._pin_matched(section, row, matched)
+            uncached = num_tokens - 1 - words[base + _KV_LEN]
+            little = local_prefill_tokens is not None and uncached <= local_prefill_tokens
+            fresh = held[0] == 0
+            if actor is Actor.DECODE and fresh and local_prefill_tokens is not None and not little:
+                self._release_blocks(section, row)
+                self._move(section, row, RowState.QUEUED, actor)
+                return None
+            self._count_prompt(section, row, num_tokens, cached, fresh)
             # Through position num_tokens: the last known token's KV, and the next token's.
             if not self._grow(section, row, min(num_tokens + 1, words[base + R.LIMIT_TOKENS])):
                 raise Rollback
+            if actor is Actor.PREFILL and little:
+                self._move(section, row, RowState.READY, actor)
+                return None
             section.set(base + R.OWNER, me.slot + 1)
             section.set(base + R.OWNER_INCARNATION, me.incarnation)
             section.add(base + _ATTEMPTS, 1)
@@ -491,25 +602,94 @@ class Rows:
                 generation=generation,
                 num_tokens=num_tokens,
                 kv_len=min(words[base + _KV_LEN], num_tokens - 1),
+                cached_tokens=cached,
             )
-        if claimed is not None:
+        if claimed is not None and actor is Actor.DECODE:
             # The stamp of a claim is when it was over: hand-over times include the whole section.
-            words[base + _STAMP[to_state]] = time.monotonic_ns()
+            words[base + R.T_DECODING] = time.monotonic_ns()
         return claimed
 
-    def _pin_prefix(self, section: Section, row: int, matched: list[BlockRef]) -> None:
-        base, g = self._layout.row(row), self._layout.geometry
-        table, pinned, last_hash = base + self._layout.row_blocks, 0, 0
+    def _match(self, row: int, num_tokens: int) -> list[BlockRef]:
+        """Cached blocks that follow those the row has published itself, as far as its KV is not there yet."""
+        words, base, size = self._words, self._layout.row(row), self._layout.geometry.block_tokens
+        first, limit = words[base + R.NUM_PUBLISHED], (num_tokens - 1) // size
+        if limit <= words[base + _KV_LEN] // size or limit <= first:
+            return []
+        after = None
+        if first:
+            block = words[base + self._layout.row_blocks + first - 1]
+            after = BlockRef(block, self._pool.generation(block)), words[base + R.LAST_HASH]
+        return self._pool.match(self.tokens(row, first * size, num_tokens), limit - first, after)
+
+    def _without_broken(self, matched: list[BlockRef]) -> list[BlockRef]:
+        """Matched blocks up to the first whose KV is not what was sealed; that one is condemned."""
+        for index, ref in enumerate(matched):
+            if self._pool.is_broken(ref):
+                with self._lock.section(Op.CONDEMN) as section:
+                    self._pool.condemn(section, ref)
+                return matched[:index]
+        return matched
+
+    def _refuse_if_broken(self, row: int, generation: int, actor: Actor) -> bool:
+        """Check what the last owner of a waiting row published, before it is taken over.
+
+        Returns:
+            True: a block is broken, and the row failed, or waits for all its KV to be computed again.
+        """
+        words, base = self._words, self._layout.row(row)
+        table = self.block_table(row)[: words[base + R.NUM_PUBLISHED]]
+        refs = [BlockRef(block, self._pool.generation(block)) for block in table]
+        broken = next((ref for ref in refs if self._pool.is_broken(ref)), None)
+        if broken is None:
+            return False
+        text = f"KV of block {broken.block} is not what was computed (checksum)"
+        with self._lock.section(Op.CONDEMN, row) as section:
+            self._pool.condemn(section, broken)
+            state = self.state(row)
+            same = words[base + R.GENERATION] == generation and state in (RowState.QUEUED, RowState.READY)
+            if same and broken.block in self.block_table(row):
+                if words[H.VERIFY_KV] == VerifyKv.FAIL:
+                    self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, text)
+                    self._end(section, row, RowState.FAILED, actor)
+                else:
+                    self._release_blocks(section, row)
+                    section.add(base + R.PREEMPTIONS, 1)
+                    if state is RowState.READY:
+                        self._move(section, row, RowState.QUEUED, actor)
+        return True
+
+    def _pin_matched(self, section: Section, row: int, matched: list[BlockRef]) -> int:
+        """Put cached blocks into the table, in place of private ones that are not computed; returns tokens won."""
+        words, base, size = self._words, self._layout.row(row), self._layout.geometry.block_tokens
+        table, first = base + self._layout.row_blocks, words[base + R.NUM_PUBLISHED]
+        place = first
         for ref in matched:
             if not self._pool.pin(section, ref):
                 break
-            section.set(table + pinned, ref.block)
-            last_hash = self._pool_hash(ref.block)
-            pinned += 1
-        section.set(base + R.NUM_BLOCKS, pinned)
-        section.set(base + R.NUM_PUBLISHED, pinned)
-        section.set(base + R.LAST_HASH, last_hash)
-        section.set(base + _KV_LEN, pinned * g.block_tokens)
+            if place < words[base + R.NUM_BLOCKS]:
+                self._pool.release(section, words[table + place])
+            section.set(table + place, ref.block)
+            place += 1
+        if place == first:
+            return 0
+        won = place * size - words[base + _KV_LEN]
+        section.set(base + R.NUM_BLOCKS, max(place, words[base + R.NUM_BLOCKS]))
+        section.set(base + R.NUM_PUBLISHED, place)
+        section.set(base + R.LAST_HASH, self._pool_hash(words[table + place - 1]))
+        section.set(base + _KV_LEN, max(words[base + _KV_LEN], place * size))
+        return max(0, won)
+
+    def _count_prompt(self, section: Section, row: int, num_tokens: int, cached: int, fresh: bool) -> None:
+        """Count a prompt once, and what of it was cached; what is computed again after a preemption is neither."""
+        base = self._layout.row(row)
+        if self._words[base + R.PREEMPTIONS] or num_tokens != self._words[base + R.NUM_PROMPT]:
+            return
+        if fresh:
+            section.set(base + R.CACHED_TOKENS, cached)
+            section.add(H.PROMPT_TOKENS, num_tokens)
+        else:
+            section.add(base + R.CACHED_TOKENS, cached)
+        section.add(H.CACHED_TOKENS, cached)
 
     def _pool_hash(self, block: int) -> int:
         return self._words[self._layout.block(block) + B.HASH]
@@ -552,6 +732,13 @@ class Rows:
             self._words[base + R.DEATHS_ALONE] = 0
             self._words[base + _ATTEMPTS] = 0
 
+    def put_logprobs(self, row: int, position: int, logprobs: TokenLogprobs) -> None:
+        """What belongs to the token that is committed next; a daemon that dies in between has written nothing."""
+        own = (logprobs.token, logprobs.logprob)
+        entry = array("Q", [_pair_to_word(token, value) for token, value in (own, *logprobs.top)])
+        start = self._logprob_entry(row, position)
+        self._words[start : start + len(entry)] = memoryview(entry)
+
     def commit_token(self, row: int, generation: int, position: int, token: int) -> None:
         """The token at `position` is sampled. One store makes it true for everybody."""
         base = self._layout.row(row)
@@ -579,15 +766,18 @@ class Rows:
         hashes = []
         for part in parts:
             hashes.append(hash_ := chain_hash(hash_, part))
+        table = base + self._layout.row_blocks
+        sums = [0] * number
+        if self._pool.seals:
+            sums = [self._pool.checksum(words[table + first + index]) for index in range(number)]
         with self._lock.section(Op.PUBLISH, row) as section:
-            table = base + self._layout.row_blocks
             for index, part in enumerate(parts):
                 place = table + first + index
                 parent = None
                 if first + index:
                     before = words[place - 1]
                     parent = BlockRef(before, self._pool.generation(before))
-                kept = self._pool.publish(section, words[place], hashes[index], part, parent)
+                kept = self._pool.publish(section, words[place], hashes[index], part, parent, sums[index])
                 if kept != words[place]:
                     section.set(place, kept)
             section.set(base + R.NUM_PUBLISHED, first + number)
@@ -602,6 +792,8 @@ class Rows:
     def put_back(self, row: int, actor: Actor) -> None:
         """An owner lets a row go, with its tokens and blocks, for another to go on with."""
         self._uncharge(row)
+        if actor is Actor.DECODE:
+            self._words[self._layout.row(row) + R.ADOPTIONS] += 1
         self._move_own(row, RowState.QUEUED if actor is Actor.PREFILL else RowState.READY, actor)
 
     def _uncharge(self, row: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pdctl.transport import mapping as _mapping
 from pdctl.transport.errors import CapacityError, IncompatibleError, NotFoundError
-from pdctl.transport.layout import PARTICIPANT_WORDS, DType, Geometry, H, Layout, P, SegmentState
+from pdctl.transport.layout import PARTICIPANT_WORDS, DType, Geometry, H, Layout, P, SegmentState, VerifyKv
 from pdctl.transport.lock import MutationLock, Op
 from pdctl.transport.mapping import Mapping
 from pdctl.transport.names import SegmentName
@@ -101,12 +101,21 @@ class Segment:
         self.layout = Layout(geometry)
         self.words = mapping.words if words is None else words
         self.lock = MutationLock(self.words, self.layout, mapping.file_lock())
-        self.pool = Pool(self.words, self.layout)
+        self.pool = Pool(self.words, self.layout, lambda: mapping.kv(self.layout))
         self.rows = Rows(self.words, self.layout, self.lock, self.pool)
 
     @classmethod
-    def create(cls, name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_id: int) -> Segment:
+    def create(
+        cls,
+        name: SegmentName,
+        geometry: Geometry,
+        *,
+        fingerprint: int,
+        numerics_id: int,
+        verify_kv: VerifyKv = VerifyKv.OFF,
+    ) -> Segment:
         mapping = _mapping.create(name, geometry, fingerprint=fingerprint, numerics_id=numerics_id)
+        mapping.words[H.VERIFY_KV] = verify_kv
         return cls(mapping, geometry)
 
     @classmethod
@@ -182,7 +191,7 @@ class Segment:
                 if not taken:
                     incarnation = self.words[H.NEXT_INCARNATION]
                     section.set(H.NEXT_INCARNATION, incarnation + 1)
-                    for word in range(P.ADOPTED_ROWS + 1):
+                    for word in range(max(P) + 1):
                         section.set(base + word, 0)
                     section.set(base + P.PID, os.getpid())
                     section.set(base + P.START_TIME, process_start_time(os.getpid()) or 0)
@@ -208,6 +217,21 @@ class Segment:
         stop = start + self.geometry.max_participants * PARTICIPANT_WORDS
         roles = self.words[start:stop:PARTICIPANT_WORDS].tolist()
         return [slot for slot, found in enumerate(roles) if found == role]
+
+    def least_loaded(self, role: Role, *, but: int = -1) -> int | None:
+        """The slot of the participant that should be given work: ready, not drained, with the fewest rows in hand.
+
+        Args:
+            but: a slot that is left out.
+        """
+        able = [
+            slot
+            for slot in self.slots(role)
+            if slot != but
+            and self.participant_word(slot, P.STATE) == ParticipantState.READY
+            and not self.participant_word(slot, P.DRAIN)
+        ]
+        return min(able, key=lambda slot: self.participant_word(slot, P.LOAD), default=None)
 
     def participant_word(self, slot: int, name: P) -> int:
         return self.words[self.layout.participant(slot) + name]

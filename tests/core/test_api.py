@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import httpx
 import pytest
 from tokenizer_kinds import CORPUS, MANY, build
 
-from pdctl.core.api import MAX_BODY_BYTES, ServerConfig, create_app
+from pdctl.core.api import MAX_BODY_BYTES, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_PROMPTS, ServerConfig, create_app
 from pdctl.core.requests import RowClient
 from pdctl.core.tokenizer import SamplingDefaults, Tokenizer
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import DType, Geometry, H, P, R
 from pdctl.transport.recovery import verify
-from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState
+from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState, TokenLogprobs
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
 MODEL = "tiny"
@@ -59,6 +60,14 @@ def inner_tokenizer(*, template: bool = True) -> Any:
 
 def ids_of(text: str) -> list[int]:
     return list(inner_tokenizer()(text, add_special_tokens=False).input_ids)
+
+
+def logprobs_of(position: int, token: int, number: int) -> TokenLogprobs:
+    """Values that float32 holds exactly: the token itself comes second, parts of a character after it."""
+    value = -position / 8
+    others = list(dict.fromkeys([(token + 1) % 259, token, *ids_of("😀"), *range(40, 80)]))
+    top = tuple((other, value - rank / 16) for rank, other in enumerate(others[:number], -1))
+    return TokenLogprobs(token=token, logprob=value, top=top)
 
 
 class Engine:
@@ -135,6 +144,10 @@ class Engine:
         rows, params = self.rows, self.rows.params(row)
         position = rows.count_tokens(row)
         token = reply[(position - claim.num_tokens) % len(reply)]
+        if (number := params.num_logprobs) is not None:
+            if not rows.has_logprob_room(row, position):
+                return False
+            rows.put_logprobs(row, position, logprobs_of(position, token, number))
         assert rows.grow(row, position + 1)
         if not rows.get(row, R.T_FIRST_TOKEN):
             rows.put(row, R.T_FIRST_TOKEN, time.monotonic_ns())
@@ -567,6 +580,208 @@ async def test_seeds_differ_unless_given(world: World) -> None:
     assert seeds[2:] == [7, 7]
 
 
+@in_world()
+async def test_every_parameter_reaches_the_row(world: World) -> None:
+    asked = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 5,
+        "min_p": 0.125,
+        "seed": 11,
+        "min_tokens": 3,
+        "repetition_penalty": 1.25,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [258, 0],
+    }
+    biases = {"258": -100, "0": 100, "7": 0.5}
+    await world.complete(max_tokens=3, logit_bias=biases, logprobs=4, **asked)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20}
+    assert (await world.post("/v1/chat/completions", max_tokens=3, **chat, **asked)).status_code == 200
+    expected = RowParams(
+        **{name: value for name, value in asked.items() if name != "stop_token_ids"},  # type: ignore[arg-type]
+        stop_ids=(258, 0),
+        logit_bias=((0, 100.0), (7, 0.5), (258, -100.0)),
+        num_logprobs=4,
+    )
+    assert world.engine.seen == [expected, replace(expected, logit_bias=(), num_logprobs=20)]
+
+
+# --- several answers to a prompt -------------------------------------------------------------------------------
+
+
+@in_world()
+async def test_n_answers_have_streams_of_their_own_and_share_the_prompt(world: World) -> None:
+    """More answers than rows; index = prompt * n + number; each seed its own, from the one that was given."""
+    prompts = ["ab", "cde", "f"]
+    world.engine.reply = lambda prompt: [*prompt, EOS]
+    answer = await world.complete(prompts, n=4, best_of=4, seed=2**64 - 2, max_tokens=9)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(12))
+    assert [choice["text"] for choice in answer["choices"]] == [p for p in prompts for _ in range(4)]
+    assert [params.seed for params in world.engine.seen] == [2**64 - 2, 2**64 - 1, 0, 1] * 3
+    tokens = [len(prompt) + 1 for prompt in prompts]
+    assert answer["usage"]["prompt_tokens"] == sum(tokens)
+    assert answer["usage"]["completion_tokens"] == 4 * (sum(tokens) + 3)
+    events = await world.events(prompt=prompts, n=4, max_tokens=9, stream_options={"include_usage": True})
+    assert [text_of(events[:-2], index) for index in range(12)] == [p for p in prompts for _ in range(4)]
+    assert events[-2]["usage"] | {"prompt_tokens_details": None} == answer["usage"] | {"prompt_tokens_details": None}
+    assert len({params.seed for params in world.engine.seen[12:]}) == 12
+
+
+@in_world()
+async def test_n_chats_each_begin_with_their_role(world: World) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "n": 3, "max_tokens": 4}
+    whole = (await world.post("/v1/chat/completions", **body)).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    events = (await world.events("/v1/chat/completions", **body))[:-1]
+    for index in range(3):
+        mine = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in mine[1:])
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
+        assert text_of(events, index) == whole["choices"][index]["message"]["content"]
+
+
+@in_world()
+async def test_too_many_answers_are_refused(world: World) -> None:
+    prompts = ["a"] * (MAX_PROMPTS // MAX_CHOICES + 1)
+    error = check_error(await world.post(prompt=prompts, n=MAX_CHOICES), 400, "n")
+    assert f"at most {MAX_PROMPTS}" in error["message"]
+    for best_of in (1, 3):
+        check_error(await world.post(prompt="a", n=2, best_of=best_of), 400, "best_of")
+    assert world.engine.prompts == []
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------
+
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+def joined(events: list[Any]) -> dict[str, list[Any]]:
+    """The lists of a streamed choice's log-probabilities, one after the other."""
+    found: dict[str, list[Any]] = {}
+    for event in events:
+        for choice in event["choices"]:
+            for name, part in (choice["logprobs"] or {}).items():
+                found.setdefault(name, []).extend(part or [])
+    return found
+
+
+@in_world()
+async def test_logprobs_of_completions(world: World) -> None:
+    reply = [*ids_of(TEXT), EOS]
+    for number in (0, 2, 5):
+        for burst in (1, 5):
+            world.engine.burst = burst
+            answer = await world.complete("ab", max_tokens=200, logprobs=number)
+            found = answer["choices"][0]["logprobs"]
+            assert tuple(found) == LISTS
+            # Every token that counts, the first and the last included.
+            assert {len(found[name]) for name in LISTS} == {answer["usage"]["completion_tokens"]} == {len(reply)}
+            assert found["tokens"][:3] == ["H", "bytes:\\xc3", "bytes:\\xa9"]
+            assert found["tokens"][-1] == "</s>"
+            assert found["token_logprobs"] == [-(3 + at) / 8 for at in range(len(reply))]
+            for at, one in enumerate(found["top_logprobs"]):
+                assert one[found["tokens"][at]] == found["token_logprobs"][at]
+                assert len(one) == max(number, 1)
+            data = TEXT.encode()
+            assert found["text_offset"] == [len(data[:at].decode(errors="ignore")) for at in range(len(reply))]
+            events = (await world.events(prompt="ab", max_tokens=200, logprobs=number))[:-1]
+            assert joined(events) == found
+            assert text_of(events) == answer["choices"][0]["text"]
+
+
+@in_world()
+async def test_logprobs_of_chats(world: World) -> None:
+    reply = [*ids_of(TEXT), EOS]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "logprobs": True}
+    for number in (None, 0, 1, 7):
+        whole = (await world.post("/v1/chat/completions", top_logprobs=number, **body)).json()
+        found = whole["choices"][0]["logprobs"]
+        assert found.keys() == {"content", "refusal"}
+        assert [bytes(one["bytes"]) for one in found["content"]] == [
+            *(bytes([byte]) for byte in TEXT.encode()),
+            b"</s>",
+        ]
+        start = whole["usage"]["prompt_tokens"]
+        for at, (one, token) in enumerate(zip(found["content"], reply, strict=True)):
+            expected = logprobs_of(start + at, token, number or 0)
+            assert one["logprob"] == expected.logprob
+            assert [entry["logprob"] for entry in one["top_logprobs"]] == [value for _, value in expected.top]
+            if number == 7 and at == 0:
+                assert [bytes(entry["bytes"]) for entry in one["top_logprobs"][2:6]] == [
+                    bytes([byte]) for byte in "😀".encode()
+                ]
+        events = (await world.events("/v1/chat/completions", top_logprobs=number, **body))[:-1]
+        assert joined(events) == {"content": found["content"], "refusal": []}
+    plain = (await world.post("/v1/chat/completions", **{**body, "logprobs": False})).json()
+    assert plain["choices"][0]["logprobs"] is None
+
+
+@in_world()
+async def test_logprobs_of_many_tokens_and_up_to_a_stop_string(world: World) -> None:
+    """More tokens than the ring holds, in bursts that fill it; and none beyond what counts."""
+    world.engine.reply = lambda prompt: ids_of("abcdefg")
+    world.engine.burst = 100
+    answer = await world.complete("ab", max_tokens=240, logprobs=1, n=2)
+    for choice in answer["choices"]:
+        assert choice["logprobs"]["tokens"] == list(("abcdefg" * 40)[:240])
+        assert choice["logprobs"]["text_offset"] == list(range(240))
+    for stream in (False, True):
+        if stream:
+            events = await world.events(prompt="ab", max_tokens=50, logprobs=1, stop="de")
+            found = joined(events[:-1])
+        else:
+            found = (await world.complete("ab", max_tokens=50, logprobs=1, stop="de"))["choices"][0]["logprobs"]
+        assert found["tokens"] == list("abcde")
+
+
+@in_world()
+async def test_stop_strings_wait_for_min_tokens(world: World) -> None:
+    world.engine.reply = lambda prompt: ids_of("ab")
+    for stream in (False, True):
+        body = {"prompt": "x", "stop": "b", "min_tokens": 4, "max_tokens": 20}
+        if stream:
+            assert text_of(await world.events(**body)) == "ababa"
+        else:
+            choice = (await world.complete(body.pop("prompt"), **body))["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == ("ababa", "stop")
+
+
+@in_world()
+async def test_each_field_alone_is_obeyed_or_named(world: World) -> None:
+    """Never a failure of ours, and never half: what is accepted shows in the answer or in the row."""
+    world.engine.reply = lambda prompt: [*ids_of("abc"), EOS]
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"min_tokens": 20, "max_tokens": 20, "ignore_eos": True}, None),
+        ({"n": 2}, None),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 2}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True}, "echo"),
+        ({"seed": 5}, None),
+        ({"top_k": 3}, None),
+        ({"user": "me"}, None),
+        ({"unheard_of": 1}, "unheard_of"),
+    ]
+    for fields, refused in cases:
+        for stream in (False, True):
+            response = await world.post(prompt="ab", stream=stream, **fields)
+            if refused:
+                check_error(response, 400, refused)
+                continue
+            assert response.status_code == 200
+            events = parse_events(response.content)[:-1] if stream else [response.json()]
+            assert len({choice["index"] for event in events for choice in event["choices"]}) == fields.get("n", 1)
+            assert bool(joined(events)) is ("logprobs" in fields)
+            params = world.engine.seen[-1]
+            assert params.min_tokens == fields.get("min_tokens", 0)
+            assert params.top_k == fields.get("top_k", 0)
+            assert params.seed == 5 or "seed" not in fields
+
+
 # --- refusals --------------------------------------------------------------------------------------------------
 
 BAD_FIELDS: list[tuple[str, Any]] = [
@@ -576,14 +791,22 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("top_p", value) for value in (0, 1.1, -0.5, float("nan"), "1")],
     *[("top_k", value) for value in (-2, 1.5, 10**9, True)],
     *[("seed", value) for value in (1.5, "7", 2**64, -(2**63) - 1, True)],
-    *[("n", value) for value in (0, -1, 2, "1", True, 1.5)],
+    *[("n", value) for value in (0, -1, MAX_CHOICES + 1, "1", True, 1.5)],
+    *[("best_of", value) for value in (0, 2, "1", True)],
+    *[("min_tokens", value) for value in (-1, 20, 1.5, "1", True, 10**30)],
+    *[("min_p", value) for value in (-0.1, 1.1, "0", True, float("nan"))],
+    *[("repetition_penalty", value) for value in (0, -1, 101, "1", True, float("inf"))],
+    *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 3, "1", True)],
+    *[("logit_bias", value) for value in ({"5": 101}, {"5": -100.1}, {"5": "1"}, {"5": True}, {"5": None}, [], 5)],
+    *[("logit_bias", {key: 1}) for key in ("259", "-1", "05", "a", "1.0", "", " 5", "9" * 30, "٣", "\ud800")],
+    ("logit_bias", {"5": float("nan")}),
+    ("logit_bias", {str(token): 0 for token in range(MAX_LOGIT_BIAS + 1)}),
+    *[("logprobs", value) for value in (-1, 6, 1.5, "3", True)],
     *[("stop", value) for value in (list("abcde"), "", [""], [None], 5, {"a": 1}, ["\ud800"], "x" * 2000)],
     *[("stop_token_ids", value) for value in ([-1], [259], ["1"], [True], 5, list(range(200)))],
     *[("ignore_eos", value) for value in (1, "true")],
     *[("stream_options", value) for value in ({"include_usage": 1}, {"x": 1}, [])],
-    *[("best_of", 2), ("echo", True), ("logprobs", 3), ("logprobs", 0), ("min_tokens", 20), ("min_p", 0.1)],
-    *[("logit_bias", {"5": 1}), ("presence_penalty", 0.5), ("frequency_penalty", 1), ("suffix", "x")],
-    *[("repetition_penalty", 1.2), ("user", 5), ("metadata", 5), ("nonsense", 1), ("model", 5)],
+    *[("echo", True), ("suffix", "x"), ("user", 5), ("metadata", 5), ("nonsense", 1), ("model", 5)],
     *[("return_token_ids", 1), ("timings", "yes")],
     *[("prompt", value) for value in ("", [], [""], [[]], None, 5, {}, [1, "a"], ["a", 1], [1.5], [[1, "a"]])],
     *[("prompt", value) for value in ([True], [-1], [259], [10**30], [[1], [300]], "\ud800", ["a", ["b"]])],
@@ -657,6 +880,12 @@ async def test_bad_chats_are_named(world: World) -> None:
             )
             check_error(response, 400, "messages")
     check_error(await world.post("/v1/chat/completions", prompt="a"), 400)
+    fields: list[tuple[str, Any]] = [*[("logprobs", value) for value in (1, 0, "true")]]
+    fields += [("top_logprobs", value) for value in (-1, 21, 1.5, True, 3)]
+    for stream in (False, True):
+        for name, value in fields:
+            response = await world.post("/v1/chat/completions", messages=user("a"), stream=stream, **{name: value})
+            check_error(response, 400, name)
     assert world.engine.prompts == []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import CONFIG, SHAPES, make_model, safetensors, shard_model
+from model_files import SHAPES, make_model, safetensors, shard_model
 
 from pdctl.core import checkpoint
 from pdctl.transport.errors import IncompatibleError, PdctlError, UsageError
@@ -45,6 +45,8 @@ def test_valid_model(tmp_path: Path) -> None:
         hidden_size=16,
         vocab_size=32,
         max_position_embeddings=64,
+        max_context=64,
+        context_rope=None,
         dtype="bfloat16",
         eos_token_ids=(2,),
         bos_token_id=1,
@@ -72,10 +74,65 @@ def test_a_model_written_by_the_libraries_is_valid(tmp_path: Path) -> None:
     assert (found.architecture, found.num_layers, found.dtype) == ("Qwen2ForCausalLM", 3, "bfloat16")
 
 
-@pytest.mark.parametrize("architecture", sorted(checkpoint.SUPPORTED))
-def test_supported_architectures(architecture: str, tmp_path: Path) -> None:
-    path = make_model(tmp_path / "m", architectures=[architecture], sliding_window=64)
-    assert checkpoint.validate(path).architecture == architecture
+def family_model(path: Path, family: str, *, weights: bytes | None = None, **changes: Any) -> Path:
+    """The tiny model as one of another family."""
+    if family == "Phi3" and weights is None:
+        weights = safetensors(PHI3_SHAPES)
+    return make_model(path, weights=weights, **{"architectures": [f"{family}ForCausalLM"], "head_dim": 4, **changes})
+
+
+PHI3_SHAPES = {
+    "model.embed_tokens.weight": (32, 16),
+    **{f"model.layers.{layer}.self_attn.qkv_proj.weight": (32, 16) for layer in (0, 1)},
+}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3"])
+def test_supported_families(family: str, tmp_path: Path) -> None:
+    path = family_model(tmp_path / "m", family, sliding_window=64)
+    assert checkpoint.validate(path).architecture == f"{family}ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("family", "num_kv_heads", "head_dim"),
+    [
+        ("Llama", 64, 1),
+        ("Mistral", 8, 1),
+        ("Qwen2", 32, 1),
+        ("Qwen3", 32, 128),
+        ("Gemma2", 4, 256),
+        ("Gemma3", 4, 256),
+    ],
+)
+def test_absent_keys_mean_what_transformers_takes_them_for(
+    family: str, num_kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    import transformers
+
+    absent = {"num_key_value_heads": None, "head_dim": None, "num_attention_heads": 64, "hidden_size": 64}
+    path = family_model(tmp_path / "m", family, **absent)
+    config = checkpoint.read_config(path)
+    assert (config.num_kv_heads, config.head_dim) == (num_kv_heads, head_dim)
+    config_class = getattr(transformers, f"{family}ForCausalLM").config_class
+    theirs = config_class(**json.loads((path / "config.json").read_text()))
+    assert theirs.num_key_value_heads == num_kv_heads
+    assert getattr(theirs, "head_dim", 1) == head_dim
+
+
+@pytest.mark.parametrize(("family", "tied"), [("Gemma2", True), ("Gemma3", True), ("Llama", False), ("Phi3", False)])
+def test_embeddings_that_are_tied_by_default(family: str, tied: bool, tmp_path: Path) -> None:
+    path = family_model(tmp_path / "m", family, tie_word_embeddings=None)
+    if tied:
+        checkpoint.validate(path)
+    else:
+        refused(path, "lm_head.weight", "(32, 16)")
+
+
+def test_fused_projections(tmp_path: Path) -> None:
+    refused(
+        family_model(tmp_path / "a", "Phi3", num_key_value_heads=4), "0.self_attn.qkv_proj", "(32, 16)", "(48, 16)"
+    )
+    refused(family_model(tmp_path / "b", "Phi3", weights=safetensors(SHAPES)), "no tensor", "0.self_attn.qkv_proj")
 
 
 @pytest.mark.parametrize(
@@ -149,22 +206,28 @@ def test_head_dim_of_its_own(tmp_path: Path) -> None:
         ({"dtype": 3}, ["dtype is 3"]),
         ({"eos_token_id": "x"}, ["eos_token_id is 'x'"]),
         ({"bos_token_id": [1]}, ["bos_token_id is [1]"]),
-        (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
-            ["MistralForCausalLM", "sliding_window 32", "64"],
-        ),
-        (
-            {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
-            ["sliding_window 4096", "8192"],
-        ),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
-        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["sliding_attention"]}, ["sliding_attention"]),
-        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0"]),
+        ({"model_type": "qwen2"}, ["LlamaForCausalLM", "model_type 'qwen2'", "'llama'"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder True", "decoders only"]),
+        ({"is_causal": False}, ["is_causal false", "after it"]),
+        ({"num_local_experts": 8}, ["num_local_experts 8", "experts"]),
+        ({"num_kv_shared_layers": 2}, ["num_kv_shared_layers 2", "share"]),
+        ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, ["per_layer_config", "differ in heads"]),
+        ({"num_key_value_heads": [2, 1]}, ["num_key_value_heads is [2, 1]", "positive integer"]),
+        ({"v_head_dim": 8}, ["v_head_dim 8", "head_dim 4"]),
+        ({"hidden_act": "relu"}, ["hidden_act 'relu'", "only silu"]),
+        ({"sliding_window": 32}, ["sliding_window 32", "has none"]),
+        ({"use_sliding_window": True}, ["use_sliding_window true", "no sliding_window"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["'sliding_attention'", "no sliding window"]),
+        ({"query_pre_attn_scalar": 256}, ["query_pre_attn_scalar 256", "head_dim alone"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0", "does not soft-cap"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0"]),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, ["rope_scaling", "dynamic", "length"]),
-        ({"rope_scaling": {"type": "longrope"}}, ["rope_scaling", "longrope"]),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters", "dynamic"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5", "whole heads"]),
+        ({"rope_scaling": {"type": "su"}}, ["rope_scaling", "'su'", "not verified"]),
         ({"rope_scaling": {"type": "new"}}, ["'new'", "not verified", "llama3"]),
+        ({"rope_scaling": {"type": ["yarn"]}}, ["['yarn']", "not verified"]),
+        ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters", "one rope for all"]),
+        ({"rope_parameters": {"rope_type": "linear", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 0}}, ["embeddings 0", "positive"]),
         ({"rope_scaling": "linear"}, ["rope_scaling 'linear'", "object"]),
     ],
 )
@@ -179,18 +242,132 @@ def test_refused_configurations(keys: dict[str, Any], words: list[str], tmp_path
         {"rope_scaling": {"type": "yarn", "factor": 4}},
         {"rope_parameters": {"rope_type": "default"}},
         {"sliding_window": 8, "use_sliding_window": False},
-        {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 4096},
+        {"sliding_window": 64},
         {"layer_types": ["full_attention"] * 2},
+        {"num_local_experts": 0},
+        {"is_causal": True},
+        {"v_head_dim": 4},
+        {"partial_rotary_factor": 1.0},
+        {"model_type": "llama"},
     ],
 )
 def test_accepted_configurations(keys: dict[str, Any], tmp_path: Path) -> None:
     checkpoint.validate(make_model(tmp_path / "m", **keys))
 
 
+SLIDING = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("Mistral", {"sliding_window": 0}, ["sliding_window 0", "positive integer"]),
+        ("Mistral", {"sliding_window": "8"}, ["sliding_window '8'"]),
+        ("Mistral", {"sliding_window": 8, "layer_types": SLIDING}, ["'full_attention'", "all layers or none"]),
+        ("Mistral", {"sliding_window": 8, "use_sliding_window": False}, ["sliding_window 8", "reads no switch"]),
+        ("Qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
+        ("Qwen2", {"sliding_window": 8, "layer_types": SLIDING}, ["'sliding_attention'", "no sliding window"]),
+        ("Qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, ["'chunked_attention'", "verified"]),
+        ("Qwen3", {"layer_types": [["full_attention"], "full_attention"]}, ["['full_attention']", "verified"]),
+        ("Qwen3", {"num_experts": 4}, ["Qwen3ForCausalLM", "num_experts 4"]),
+        ("Gemma2", {"attn_logit_softcapping": 0}, ["attn_logit_softcapping 0", "positive number"]),
+        ("Gemma2", {"query_pre_attn_scalar": -1}, ["query_pre_attn_scalar -1"]),
+        ("Gemma2", {"hidden_activation": "gelu"}, ["hidden_activation 'gelu'", "only gelu_pytorch_tanh"]),
+        ("Gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "after it"]),
+        ("Gemma3", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0", "does not soft-cap"]),
+        ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, ["rope_parameters with 'rope_type'", "layer type"]),
+        ("Gemma3", {"rope_parameters": {"full_attention": {"rope_type": "x"}}}, ["full_attention of type 'x'"]),
+        ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, ["'linear'", "default, longrope"]),
+        ("Phi3", {"rope_scaling": {"type": "su"}}, ["'su'", "default, longrope"]),
+        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3V"}}, ["auto_map", "trust_remote_code"]),
+        ("Phi3", {"auto_map": ["modeling_phi3.Phi3ForCausalLM"]}, ["auto_map"]),
+        ("Llama", {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}, ["auto_map"]),
+    ],
+)
+def test_refused_configurations_of_a_family(
+    family: str, keys: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    refused(family_model(tmp_path / "m", family, **keys), f"{family}ForCausalLM", *words)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
+def test_layers_that_slide_by_default_need_a_window(family: str, tmp_path: Path) -> None:
+    path = family_model(tmp_path / "m", family)
+    config = {**json.loads((path / "config.json").read_text()), "sliding_window": None}
+    (path / "config.json").write_text(json.dumps(config))
+    refused(path, "sliding_window null", "by default")
+    (path / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention"] * 2}))
+    checkpoint.validate(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("Mistral", {"sliding_window": 8}),
+        ("Mistral", {"max_position_embeddings": 8192}),
+        ("Mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": SLIDING}),
+        ("Gemma2", {"sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30}),
+        ("Gemma3", {"hidden_act": "gelu"}),  # what it reads is hidden_activation
+        ("Gemma3", {"sliding_window": 8, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0}),
+        ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        ("Phi3", {"sliding_window": 8, "partial_rotary_factor": 0.5}),
+        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}),
+        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "org/name--modeling_phi3.Phi3ForCausalLM"}}),
+    ],
+)
+def test_accepted_configurations_of_a_family(family: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    assert checkpoint.validate(family_model(tmp_path / "m", family, **keys)).context_rope is None
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "limit", "rope"),
+    [
+        ("Llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 64, "dynamic"),
+        ("Llama", {"rope_scaling": LONG}, 64, "longrope"),
+        ("Llama", {"rope_scaling": {**LONG, "original_max_position_embeddings": 32}}, 32, "longrope"),
+        ("Llama", {"rope_parameters": LONG, "original_max_position_embeddings": 16}, 16, "longrope"),
+        ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 16}, 16, "longrope"),
+        ("Phi3", {"rope_scaling": LONG, "max_position_embeddings": 8192}, 4096, "longrope"),
+        ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 128}, 64, "longrope"),
+        (
+            "Gemma3",
+            {
+                "rope_parameters": {
+                    "full_attention": {**LONG, "original_max_position_embeddings": 48},
+                    "sliding_attention": {"rope_type": "dynamic", "factor": 2.0},
+                }
+            },
+            48,
+            "longrope",
+        ),
+    ],
+)
+def test_contexts_that_end_where_angles_begin_to_change(
+    family: str, keys: dict[str, Any], limit: int, rope: str, tmp_path: Path
+) -> None:
+    """Where they begin is what transformers' own configuration says after reading the same file."""
+    import transformers
+
+    path = family_model(tmp_path / "m", family, sliding_window=64, **keys)
+    config = checkpoint.validate(path)
+    assert (config.max_context, config.context_rope) == (limit, rope)
+    config_class = getattr(transformers, f"{family}ForCausalLM").config_class
+    theirs = config_class(**json.loads((path / "config.json").read_text()))
+    theirs.standardize_rope_params()  # as its rope does before it computes angles
+    rope_parameters = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    original = rope_parameters.get("original_max_position_embeddings", theirs.max_position_embeddings)
+    assert min(original, theirs.max_position_embeddings) == limit
+
+
 def test_mistral_with_a_null_window_is_accepted(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "m")
-    config = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": None}
-    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32768}))
+    path = family_model(tmp_path / "m", "Mistral")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "sliding_window": None}))
     checkpoint.validate(path)
 
 

@@ -120,6 +120,29 @@ def test_cost_is_linear(kind: str) -> None:
     assert decoded < 40 * len(ids)
 
 
+# --- single tokens ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_join_to_the_text(kind: str, text: str) -> None:
+    tokenizer = build(kind)
+    ids = tokenizer.encode(text)
+    joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    # SentencePiece writes a space before the first word, and decoding takes it away again.
+    assert joined == text if kind == "bytelevel" else joined.removeprefix(" ") == tokenizer.decode(ids)
+
+
+def test_bytes_of_special_and_of_missing_tokens() -> None:
+    for kind in MANY:
+        tokenizer = build(kind)
+        assert tokenizer.token_bytes(2) == b"</s>"
+        assert tokenizer.token_bytes(len(tokenizer) + 5) == b""
+    tokenizer = build("bytelevel")
+    halves = [tokenizer.token_bytes(token) for token in tokenizer.encode("😀")]
+    assert len(halves) > 1 and b"".join(halves) == "😀".encode()
+
+
 # --- stop strings ----------------------------------------------------------------------------------------------
 
 
@@ -161,6 +184,29 @@ def test_a_begun_stop_is_held_back_and_then_shown() -> None:
     assert checker.push("T") == ("<ENT", False)
     assert checker.push(" <EN") == (" ", False)
     assert checker.flush() == ("<EN", False)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "num_exempt", "expected"),
+    [
+        (["ab", "x", "ab", "y"], 2, ("abx", True)),
+        (["ab", "x", "ab", "y"], 4, ("abxaby", False)),
+        # One that is begun in time and ends later counts; one that is complete in time never does.
+        (["xa", "b"], 1, ("x", True)),
+        (["xab", "ab"], 1, ("xab", True)),
+        (["aa", "bc"], 1, ("a", True)),
+        (["xabc", "d"], 1, ("xabcd", False)),
+    ],
+)
+def test_early_stops_are_text(pieces: list[str], num_exempt: int, expected: tuple[str, bool]) -> None:
+    checker, shown = StopChecker(["ab", "abcde"]), ""
+    for number, piece in enumerate(pieces, 1):
+        text, stopped = checker.push(piece, exempt=number <= num_exempt)
+        shown += text
+        if stopped:
+            break
+    text, stopped = checker.flush()
+    assert (shown + text, stopped) == expected
 
 
 def test_nothing_comes_after_the_stop() -> None:

@@ -6,6 +6,7 @@ and bit-equal to the same request served alone, whatever else happens in the seg
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,36 @@ from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model, load
 from pdctl.core.numerics import numerics
 from pdctl.core.prefill import PrefillEngine
-from pdctl.transport.layout import P, R
+from pdctl.core.wake import Wake
+from pdctl.transport.layout import LOGPROB_RING, P, R
 from pdctl.transport.recovery import reap, verify
-from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState
-from pdctl.transport.segment import ParticipantState, Role, Segment
+from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState, TokenLogprobs
+from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
 
 BLOCK = 16
 CHUNK = 32
+# All that a request can ask of the sampler.
+EVERYTHING: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "top_k": 60,
+    "min_p": 0.01,
+    "seed": 3,
+    "min_tokens": 10,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "stop_ids": (9,),
+    "logit_bias": ((9, 2.0), (40, -100.0), (77, 1.5)),
+    "num_logprobs": 2,
+}
+SAMPLERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 1.3, "top_p": 0.8, "seed": 1},
+    {**EVERYTHING, "stop_ids": ()},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "num_logprobs": 0},
+]
 
 
 class Cluster:
@@ -55,6 +79,7 @@ class Cluster:
             local_prefill_tokens=local,
             chunk_tokens=chunk,
         )
+        self.rung: list[int] = []
         self.segment = Segment.anonymous(self.spec.geometry)
         self.model = model
         self.router = self.segment.attach(Role.ROUTER)
@@ -64,14 +89,27 @@ class Cluster:
         model.use_pages(pages)
         self.prefill = self.new_prefill()
         self.decode = self.new_decode()
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def new_prefill(self) -> PrefillEngine:
-        return PrefillEngine(self.segment, self.segment.attach(Role.PREFILL), self.model, self.spec, lambda _: None)
+        me = self.join(Role.PREFILL)
+        return PrefillEngine(self.segment, me, self.model, self.spec, self.wake(me))
 
     def new_decode(self) -> DecodeEngine:
-        me = self.segment.attach(Role.DECODE)
+        me = self.join(Role.DECODE)
+        return DecodeEngine(self.segment, me, self.model, self.spec, self.wake(me))
+
+    def join(self, role: Role) -> Participant:
+        me = self.segment.attach(role)
         me.put(P.STATE, ParticipantState.READY)
-        return DecodeEngine(self.segment, me, self.model, self.spec, lambda _: None)
+        return me
+
+    def wake(self, me: Participant) -> Wake:
+        return Wake(self.segment, me.slot, self)  # type: ignore[arg-type]
+
+    def ring(self, slot: int) -> None:
+        """A bell that only notes who was rung."""
+        self.rung.append(slot)
 
     def submit(self, tokens: list[int], count: int, **params: Any) -> tuple[int, int]:
         claim = self.segment.rows.submit(
@@ -83,7 +121,15 @@ class Cluster:
             local_prefill_tokens=self.spec.local_prefill_tokens,
         )
         assert claim is not None
+        if params.get("num_logprobs") is not None:
+            self._logprobs[claim.row] = []
         return claim.row, claim.generation
+
+    def read_logprobs(self, row: int) -> list[TokenLogprobs]:
+        """All so far, as the router reads them: each once, as tokens come."""
+        rows, start = self.segment.rows, self.segment.rows.get(row, R.READ_TOKENS)
+        self._logprobs[row] += rows.take_logprobs(row, start, rows.count_tokens(row))
+        return self._logprobs[row]
 
     def done(self, row: int) -> bool:
         return self.segment.rows.state(row) in (RowState.FINISHED, RowState.FAILED, RowState.CANCELLED)
@@ -92,6 +138,8 @@ class Cluster:
         for _ in range(steps):
             self.prefill.step()
             self.decode.step()
+            for row in self._logprobs:
+                self.read_logprobs(row)
             if all(self.done(row) for row in rows):
                 assert verify(self.segment) == []
                 return
@@ -101,6 +149,8 @@ class Cluster:
         rows = self.segment.rows
         assert rows.state(row) is RowState.FINISHED, rows.error_text(row)
         tokens = rows.new_tokens(row, generation, prompt)
+        if row in self._logprobs:
+            assert [one.token for one in self._logprobs.pop(row)] == tokens
         assert rows.recycle(row, generation)
         return tokens
 
@@ -155,20 +205,16 @@ def test_tokens_are_transformers_own_cold_and_cached(model: Model, tiny_dir: Pat
 
 def test_alone_is_among_others_is_chunked_is_local(model: Model, tiny_dir: Path) -> None:
     prompts = [prompt_of(length, seed=3) for length in (1, 40, 97, 5, 64, 33, 200, 16)]
-    samplers: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.9, "seed": 7},
-        {"temperature": 1.3, "top_p": 0.8, "seed": 1},
-    ]
+    samplers = [SAMPLERS[index % len(SAMPLERS)] for index in range(len(prompts))]
     alone = []
-    for index, prompt in enumerate(prompts):
-        alone.append(Cluster(model, tiny_dir).ask(prompt, 40, **samplers[index % 3]))
+    for prompt, sampler in zip(prompts, samplers, strict=True):
+        alone.append(Cluster(model, tiny_dir).ask(prompt, 40, **sampler))
     for chunk, local, threads in ((CHUNK, 0, 2), (7, 0, 1), (512, 0, 2), (CHUNK, 64, 2), (CHUNK, 512, 1)):
         torch.set_num_threads(threads)
         cluster = Cluster(model, tiny_dir, chunk=chunk, local=local)
         handles = []
         for index, prompt in enumerate(prompts):
-            handles.append(cluster.submit(prompt, 40, **samplers[index % 3]))
+            handles.append(cluster.submit(prompt, 40, **samplers[index]))
             for _ in range(index):
                 cluster.prefill.step()
                 cluster.decode.step()
@@ -180,10 +226,12 @@ def test_alone_is_among_others_is_chunked_is_local(model: Model, tiny_dir: Path)
 
 def test_preempted_for_want_of_blocks(model: Model, tiny_dir: Path) -> None:
     prompts = [prompt_of(60, seed=seed) for seed in range(4)]
-    alone = [Cluster(model, tiny_dir).ask(prompt, 80) for prompt in prompts]
+    samplers = [{}, *SAMPLERS[2:]]
+    pairs = list(zip(prompts, samplers, strict=True))
+    alone = [Cluster(model, tiny_dir).ask(prompt, 80, **sampler) for prompt, sampler in pairs]
     # 9 blocks a row in the end, 14 in all.
     cluster = Cluster(model, tiny_dir, num_blocks=14)
-    handles = [cluster.submit(prompt, 80) for prompt in prompts]
+    handles = [cluster.submit(prompt, 80, **sampler) for prompt, sampler in pairs]
     cluster.run(*(row for row, _ in handles))
     assert sum(cluster.segment.rows.get(row, R.PREEMPTIONS) for row, _ in handles) > 0
     for (row, generation), prompt, expected in zip(handles, prompts, alone, strict=True):
@@ -210,9 +258,9 @@ def test_the_oldest_gets_the_blocks_of_a_younger_queued_row(model: Model, tiny_d
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_a_dead_daemons_rows_go_on_elsewhere(model: Model, tiny_dir: Path, role: Role, after: int) -> None:
     prompt = prompt_of(150, seed=9)
-    expected = Cluster(model, tiny_dir).ask(prompt, 30)
+    expected = Cluster(model, tiny_dir).ask(prompt, 30, **EVERYTHING)
     cluster = Cluster(model, tiny_dir)
-    row, generation = cluster.submit(prompt, 30)
+    row, generation = cluster.submit(prompt, 30, **EVERYTHING)
     if role is Role.DECODE:
         while cluster.segment.rows.state(row) is not RowState.READY:
             cluster.prefill.step()
@@ -261,6 +309,143 @@ def test_stop_token_and_limit(model: Model, tiny_dir: Path) -> None:
     assert cluster.take(row, generation, 30) == tokens[:1]
 
 
+# --- sampling ------------------------------------------------------------------------------------------------
+
+
+def test_greedy_and_sampled_side_by_side(model: Model, tiny_dir: Path) -> None:
+    prompt, sampled = prompt_of(50, seed=4), {"temperature": 0.9, "seed": 7}
+    alone = Cluster(model, tiny_dir).ask(prompt, 40, **sampled)
+    cluster = Cluster(model, tiny_dir)
+    handles = [cluster.submit(prompt, 40, **params) for params in ({}, sampled, {}, sampled)]
+    cluster.run(*(row for row, _ in handles))
+    a, b, c, d = [cluster.take(row, generation, 50) for row, generation in handles]
+    assert a == c != b == d == alone
+
+
+def test_penalties_are_seen_in_the_answer(model: Model, tiny_dir: Path) -> None:
+    """Bias makes the model say two ids in turn for ever; penalties make it say all three."""
+    cluster, prompt = Cluster(model, tiny_dir), prompt_of(20)
+    bias = {"logit_bias": ((50, 100.0), (60, 99.0), (70, 98.0))}
+    plain = cluster.ask(prompt, 12, **bias)
+    assert plain.count(50) > 6
+    for penalty in ({"frequency_penalty": 2.0}, {"repetition_penalty": 1.5}, {"presence_penalty": 2.0}):
+        found = cluster.ask(prompt, 12, **bias, **penalty)
+        assert found != plain
+        assert len(set(found)) > len(set(plain)), penalty
+    # Of the prompt only repetition takes note.
+    prompt[-3] = 50
+    assert cluster.ask(prompt, 1, **bias, presence_penalty=2.0) == cluster.ask(prompt, 1, **bias)
+    assert cluster.ask(prompt, 1, **bias, repetition_penalty=2.0) != cluster.ask(prompt, 1, **bias)
+
+
+def test_bias_forces_and_bans(model: Model, tiny_dir: Path) -> None:
+    cluster, prompt = Cluster(model, tiny_dir), prompt_of(20)
+    assert cluster.ask(prompt, 5, logit_bias=((50, 100.0),)) == [50] * 5
+    free = cluster.ask(prompt, 20)
+    banned = cluster.ask(prompt, 20, logit_bias=tuple((token, -100.0) for token in sorted(set(free))))
+    assert not set(banned) & set(free)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.5, "seed": 2}])
+def test_no_end_before_min_tokens_whatever_the_bias(model: Model, tiny_dir: Path, params: dict[str, Any]) -> None:
+    cluster, prompt = Cluster(model, tiny_dir), prompt_of(20)
+    wish: dict[str, Any] = {"stop_ids": (9, 11), "logit_bias": ((9, 100.0), (11, 100.0)), **params}
+    assert len(cluster.ask(prompt, 30, **wish)) == 1
+    for number in (1, 6, 30):
+        row, generation = cluster.submit(prompt, 30, **wish, min_tokens=number)
+        cluster.run(row)
+        reason = FinishReason(cluster.segment.rows.get(row, R.FINISH_REASON))
+        tokens = cluster.take(row, generation, 20)
+        assert not {9, 11} & set(tokens[:number])
+        assert (len(tokens), reason) == (
+            (number + 1, FinishReason.STOP) if number < 30 else (30, FinishReason.LENGTH)
+        )
+
+
+def test_several_end_of_sequence_ids(model: Model, tiny_dir: Path) -> None:
+    prompt = prompt_of(20)
+    cluster = Cluster(model, tiny_dir)
+    cluster.spec = replace(cluster.spec, eos_token_ids=(9, 11))
+    cluster.decode = cluster.new_decode()
+    for token in (9, 11):
+        force = {"logit_bias": ((token, 100.0),)}
+        assert cluster.ask(prompt, 8, **force) == [token]
+        assert cluster.ask(prompt, 8, **force, ignore_eos=True) == [token] * 8
+        assert len(cluster.ask(prompt, 8, **force, min_tokens=3)) == 4
+
+
+def test_log_probabilities_are_the_models_own(model: Model, tiny_dir: Path, oracle: Any) -> None:
+    """More of them than the ring holds, the first token's included, and whatever else changes the answer."""
+    count, prompt = LOGPROB_RING * 2 + 9, prompt_of(40)
+    asked = ({"num_logprobs": 0}, {"num_logprobs": 5}, {**EVERYTHING, "stop_ids": (), "num_logprobs": 20})
+    cluster = Cluster(model, tiny_dir)
+    handles = [cluster.submit(prompt, count, **params) for params in asked]
+    cluster.run(*(row for row, _ in handles))
+    for params, (row, generation) in zip(asked, handles, strict=True):
+        logprobs = cluster.read_logprobs(row)
+        tokens = cluster.take(row, generation, len(prompt))
+        assert len(logprobs) == count
+        assert {len(one.top) for one in logprobs} == {params["num_logprobs"]}
+        if model.numerics.dtype != "float32":
+            continue
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)
+        for one, theirs in zip(logprobs, expected, strict=True):
+            assert abs(one.logprob - float(theirs[one.token])) < 1e-3
+            for (_, value), value_there in zip(one.top, theirs.sort(descending=True).values.tolist(), strict=False):
+                assert abs(value - value_there) < 1e-3
+            assert all(abs(value - float(theirs[token])) < 1e-3 for token, value in one.top)
+
+
+def test_a_row_waits_for_its_reader_and_others_do_not(model: Model, tiny_dir: Path) -> None:
+    expected = Cluster(model, tiny_dir).ask(prompt_of(20), 100, num_logprobs=1)
+    cluster = Cluster(model, tiny_dir)
+    read, generation = cluster.submit(prompt_of(20), 100, num_logprobs=1)
+    other, _ = cluster.submit(prompt_of(30), 120)
+    rows = cluster.segment.rows
+    while not cluster.done(other):
+        cluster.prefill.step()
+        assert cluster.decode.step() or rows.states().count(RowState.DECODING) == 0
+    assert rows.count_tokens(read) == 20 + LOGPROB_RING
+    assert not cluster.decode.step(), "nothing can run: the daemon sleeps until its bell rings"
+    cluster.read_logprobs(read)
+    assert cluster.decode.step()
+    cluster.run(read)
+    assert cluster.take(read, generation, 20) == expected
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_log_probabilities_survive_a_death_around_the_commit(
+    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    prompt = prompt_of(20)
+    cluster = Cluster(model, tiny_dir)
+    row, _ = cluster.submit(prompt, 30, **EVERYTHING)
+    cluster.run(row)
+    expected = cluster.read_logprobs(row)
+    cluster = Cluster(model, tiny_dir)  # whose ring has nothing of it yet
+    rows = cluster.segment.rows
+    row, _ = cluster.submit(prompt, 30, **EVERYTHING)
+    commit = rows.commit_token
+
+    def die(row: int, generation: int, position: int, token: int) -> None:
+        if position != 23 or committed:
+            commit(row, generation, position, token)
+        if position == 23:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(rows, "commit_token", die)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(row)
+    monkeypatch.undo()
+    assert rows.count_tokens(row) == 23 + committed
+    reap(cluster.segment, cluster.decode._me.slot, cluster.decode._me.incarnation, "killed")
+    cluster.decode = cluster.new_decode()
+    cluster.run(row)
+    assert cluster.read_logprobs(row) == expected
+
+
 def test_cancelled_rows_give_their_blocks_back(model: Model, tiny_dir: Path) -> None:
     cluster = Cluster(model, tiny_dir)
     handles = [cluster.submit(prompt_of(100, seed=seed), 200) for seed in range(3)]
@@ -282,8 +467,8 @@ def test_the_probe_holds_here_and_notices_order(
 
     real = attention._attend
 
-    def other_order(q: Any, k: Any, v: Any, hidden: Any) -> Any:
-        out = real(q, k, v, hidden)
+    def other_order(q: Any, *rest: Any) -> Any:
+        out = real(q, *rest)
         return out * (1 + 1e-3) if q.shape[1] > 8 else out
 
     monkeypatch.setattr(attention, "_attend", other_order)

@@ -21,9 +21,9 @@ from pdctl.core.requests import (
 )
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import DeadlineError
-from pdctl.transport.layout import DType, Geometry, H, P, R
+from pdctl.transport.layout import LOGPROB_RING, DType, Geometry, H, P, R
 from pdctl.transport.recovery import verify
-from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState
+from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState, TokenLogprobs
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
 EOS = 0
@@ -36,6 +36,10 @@ class ByteTokenizer:
 
     def detokenizer(self) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"))
+
+
+def logprobs_of(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token=token, logprob=-token / 8, top=((token + 1, -0.25),))
 
 
 class World:
@@ -51,13 +55,15 @@ class World:
                 head_dim=1,
                 dtype=DType.FLOAT32,
                 max_rows=max_rows,
-                max_context=64,
+                max_context=256,
                 max_participants=8,
             )
         )
         self.rows = self.segment.rows
         self.prefill = self.segment.attach(Role.PREFILL)
         self.decode = self.segment.attach(Role.DECODE)
+        for daemon in (self.prefill, self.decode):
+            daemon.put(P.STATE, ParticipantState.READY)
         self.prefill_bell = Bell(run_dir, self.prefill.slot)
         self.decode_bell = Bell(run_dir, self.decode.slot)
         self.me = self.segment.attach(Role.ROUTER)
@@ -69,13 +75,20 @@ class World:
             daemon.put(P.STATE, ParticipantState.READY)
         self.news = asyncio.Event()
 
-    async def submit(self, prompt: bytes = b"0123456789", *, limit: int = 20, timeout_s: float = 30) -> RowStream:
+    async def submit(
+        self,
+        prompt: bytes = b"0123456789",
+        *,
+        limit: int = 20,
+        timeout_s: float = 30,
+        params: RowParams | None = None,
+    ) -> RowStream:
         now = time.monotonic_ns()
         request = RowRequest(
             request_id="r",
             tokens=list(prompt),
             limit_tokens=limit,
-            params=RowParams(),
+            params=params or RowParams(),
             deadline_ns=now + int(timeout_s * 1e9),
             received_ns=now,
         )
@@ -97,6 +110,9 @@ class World:
             if not self.rows.get(claim.row, R.T_FIRST_TOKEN):
                 self.rows.put(claim.row, R.T_FIRST_TOKEN, time.monotonic_ns())
             self.rows.commit_kv(claim.row, position + offset)
+            if self.rows.params(claim.row).num_logprobs is not None:
+                assert self.rows.has_logprob_room(claim.row, position + offset)
+                self.rows.put_logprobs(claim.row, position + offset, logprobs_of(token))
             self.rows.commit_token(claim.row, claim.generation, position + offset, token)
         self.decode_bell.ring(self.me.slot)
 
@@ -145,6 +161,26 @@ def test_tokens_arrive_in_order_and_the_row_is_recycled(tmp_path: Path) -> None:
         assert stats.queue_ms is not None and stats.prefill_ms is not None and stats.decode_ms is not None
         assert stats.first_token_ms is not None and stats.handover_us is not None
         assert (stats.prefill_slot, stats.decode_slot) == (world.prefill.slot, world.decode.slot)
+
+    play(tmp_path, scenario)
+
+
+def test_log_probabilities_come_with_tokens_and_make_room(tmp_path: Path) -> None:
+    """An owner that waits for room is woken; one that is read as it goes is left alone."""
+
+    async def scenario(world: World) -> None:
+        stream = await world.submit(limit=200, params=RowParams(num_logprobs=1))
+        claim, position = world.claim(stream.row), 10
+        text = bytes(range(LOGPROB_RING)) * 2 + b"rest"
+        for part in (text[:1], text[1:4], text[4 : 4 + LOGPROB_RING], text[4 + LOGPROB_RING :]):
+            world.decode_bell.drain()
+            world.emit(claim, position, part)
+            position += len(part)
+            await world.hear()
+            assert stream.take() == list(part)
+            assert stream.take_logprobs() == [logprobs_of(token) for token in part]
+            assert world.rows.get(claim.row, R.READ_TOKENS) == position
+            assert world.decode_bell.drain() is (len(part) >= LOGPROB_RING // 2)
 
     play(tmp_path, scenario)
 
@@ -434,6 +470,40 @@ def test_a_stop_string_cancels_the_row_and_counts_to_its_last_token(tmp_path: Pa
         assert (delta.text, delta.token_ids) == ("l", list(b"lo"))
         assert (choice.finish_reason, choice.num_tokens) == ("stop", 5)
         assert world.rows.get(stream.row, R.CANCEL)
+
+    play(tmp_path, scenario)
+
+
+def test_stop_strings_count_from_min_tokens_on(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit(params=RowParams(min_tokens=4))
+        choice, claim = choice_of(stream, ("lo",)), world.claim(stream.row)
+        world.emit(claim, 10, b"lolo")
+        await world.hear()
+        assert (choice.advance().text, choice.is_done) == ("lolo", False)
+        world.emit(claim, 14, b"lo wo")
+        await world.hear()
+        delta = choice.advance()
+        assert (delta.text, delta.token_ids, choice.finish_reason) == ("", list(b"lo"), "stop")
+
+    play(tmp_path, scenario)
+
+
+def test_each_token_with_log_probabilities_has_its_place_in_the_text(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        stream = await world.submit(params=RowParams(num_logprobs=1))
+        choice, claim = choice_of(stream, ("zz",)), world.claim(stream.row)
+        world.emit(claim, 10, "aéz".encode())
+        await world.hear()
+        delta = choice.advance()
+        assert delta.text == "aé"
+        assert delta.text_offsets == [0, 1, 1, 2]
+        world.emit(claim, 14, b"zy\0")
+        await world.hear()
+        delta = choice.advance()
+        # Nothing of what comes after the stop.
+        assert (delta.token_ids, delta.text_offsets) == (list(b"z"), [3])
+        assert delta.logprobs == [logprobs_of(token) for token in b"z"]
 
     play(tmp_path, scenario)
 

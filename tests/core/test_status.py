@@ -16,7 +16,7 @@ import pytest
 from pdctl.core import status as core_status
 from pdctl.core.status import SegmentStatus, cluster_status, cluster_status_of, describe, find_segment, look, to_dict
 from pdctl.transport.errors import CorruptSegmentError, IncompatibleError, NotFoundError
-from pdctl.transport.layout import WORD, B, H, P, R
+from pdctl.transport.layout import LAYOUT_VERSION, WORD, B, H, P, R
 from pdctl.transport.lock import Op
 from pdctl.transport.rows import RowParams, RowState
 from pdctl.transport.segment import ParticipantState, Role, Segment
@@ -206,7 +206,7 @@ def _pipe(path: Path, _: Path) -> None:
         (_empty, CorruptSegmentError, "0 bytes found"),
         (_truncated, CorruptSegmentError, "cut off"),
         (_header_only, CorruptSegmentError, "cut off"),
-        (_other_layout, IncompatibleError, "layout version 99 found, 1 expected"),
+        (_other_layout, IncompatibleError, f"layout version 99 found, {LAYOUT_VERSION} expected"),
         (_impossible, CorruptSegmentError, "its geometry gives"),
         (_directory, CorruptSegmentError, "not a regular file"),
         (_pipe, CorruptSegmentError, "not a regular file"),

@@ -19,13 +19,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdctl.core import cluster as clusters
-from pdctl.transport.layout import DType, R
+from pdctl.transport.layout import LOGPROB_RING, DType, R
 from pdctl.transport.names import segments_of
 from pdctl.transport.rows import RowState
 from pdctl.transport.segment import Role, take_snapshot
@@ -408,6 +409,32 @@ def test_a_killed_decode_daemon_is_not_seen_in_the_text(shared: Any, prompt: str
     code, out, err = ended(stream)
     assert (code, out.decode(), err) == (0, expected, "")
     assert shared.pid(Role.DECODE) != pid
+
+
+def test_sampled_answers_and_their_logprobs_are_whole_after_a_kill(shared: Any, prompt: str) -> None:
+    """More tokens than a row keeps log-probabilities of: they went out while the answer was made."""
+    body = {
+        "prompt": prompt,
+        "n": 2,
+        "max_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0.9,
+        "seed": 7,
+        "frequency_penalty": 0.2,
+        "logprobs": 2,
+    }
+    status, expected = shared.post("/v1/completions", body)
+    assert status == 200, expected
+    assert [len(choice["logprobs"]["tokens"]) for choice in expected["choices"]] == [OUTPUT_TOKENS] * 2
+    assert OUTPUT_TOKENS > LOGPROB_RING
+    assert expected["choices"][0]["text"] != expected["choices"][1]["text"]
+    pid = shared.pid(Role.DECODE)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(shared.post, "/v1/completions", body)
+        wait_for(lambda: _in_the_middle(shared), "an answer under way")
+        os.kill(pid, signal.SIGKILL)
+        status, found = answer.result()
+    assert (status, found["choices"]) == (200, expected["choices"])
 
 
 def _in_the_middle(cluster: Any) -> bool:

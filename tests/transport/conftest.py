@@ -420,8 +420,11 @@ class World:
     def _advance(self, waiting: list[int]) -> None:
         """The oldest row, one phase further; the others give their blocks for it, the youngest first."""
         row, *others = waiting
-        member = self.prefill if self.router.rows.state(row) is RowState.QUEUED else self.decode
+        state = self.router.rows.state(row)
+        member = self.prefill if state is RowState.QUEUED else self.decode
         while member.claim(row, alone=True) is None:
+            if self.router.rows.state(row) is not state:
+                return  # its KV was refused: it is computed again
             assert others, "the oldest row fits alone"
             self._take_blocks(others.pop())
         if member.follow_wishes(row):

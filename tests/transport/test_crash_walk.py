@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pdctl.transport.layout import BLOCK_WORDS, BlockState, H, P, R
+from pdctl.transport.layout import BLOCK_WORDS, BlockState, H, P, R, VerifyKv
 from pdctl.transport.layout import B as Block
 from pdctl.transport.lock import Op
 from pdctl.transport.names import SegmentName
@@ -77,6 +77,45 @@ def claim_prefill_with_eviction(world: Any) -> tuple[Any, Operation]:
         world.leave_cached([token] * 9, 20)
     row = world.submit([*[1] * 6, *[0] * 15], 30).row
     return world.prefill, lambda member: member.claim(row)
+
+
+@scenario
+def claim_prefill_gains_what_others_published(world: Any) -> tuple[Any, Operation]:
+    first, second = world.submit([*PROMPT, 2, 2, 2], 20).row, world.submit([*PROMPT, 1, 1, 1, 1], 20).row
+    world.prefill.claim(first)
+    world.prefill.prefill(first, 2)
+    world.prefill.rows.put_back(first, Actor.PREFILL)
+    world.prefill.claim(second)
+    world.prefill.prefill(second, 9)
+    return world.join(Role.PREFILL), lambda member: member.claim(first)
+
+
+@scenario
+def claim_prefill_sends_on(world: Any) -> tuple[Any, Operation]:
+    world.leave_cached(PROMPT[:9], 12)
+    row = world.submit(PROMPT, 20).row
+    return world.prefill, lambda member: member.claim(row, local=2)
+
+
+@scenario
+def claim_prefill_meets_a_broken_block(world: Any) -> tuple[Any, Operation]:
+    world.mapping.words[H.VERIFY_KV] = VerifyKv.RECOMPUTE
+    world.leave_cached(PROMPT[:9], 12)
+    block = world.router.pool.match(PROMPT, 2)[1].block
+    world.mapping.words[world.layout.block(block) + Block.CHECKSUM] ^= 1  # as if its KV were another
+    row = world.submit(PROMPT, 20).row
+    return world.prefill, lambda member: member.claim(row)
+
+
+@scenario
+def claim_decode_adopts_a_broken_row(world: Any) -> tuple[Any, Operation]:
+    world.mapping.words[H.VERIFY_KV] = VerifyKv.RECOMPUTE
+    row = world.decoding(PROMPT, 20, steps=3).row
+    world.reap(world.decode)
+    world.decode = world.join(Role.DECODE)
+    block = world.router.rows.block_table(row)[0]
+    world.mapping.words[world.layout.block(block) + Block.CHECKSUM] ^= 1
+    return world.decode, lambda member: member.claim(row, alone=True)
 
 
 @scenario
@@ -363,9 +402,11 @@ MINIMUM = {
     "attach": 80,
     "claim_prefill_with_cached_prefix": 60,
     "claim_prefill_with_eviction": 150,
+    "claim_prefill_gains_what_others_published": 70,
+    "claim_prefill_sends_on": 60,
     "grow": 60,
     "hand_over": 3,
-    "put_back_prefill": 3,
+    "put_back_prefill": 2,
     "put_back_decode": 3,
     "publish_of_a_twin": 60,
 }

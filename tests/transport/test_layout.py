@@ -12,6 +12,9 @@ from pdctl.transport.layout import (
     BLOCK_WORDS,
     HEADER_WORDS,
     HUGE_PAGE_BYTES,
+    LOGPROB_RING,
+    LOGPROB_WORDS,
+    MAX_LOGPROBS,
     NUM_GEOMETRY_WORDS,
     PARTICIPANT_WORDS,
     RING_WORDS,
@@ -99,6 +102,8 @@ def test_parts_of_a_row_follow_each_other(g: Geometry) -> None:
     assert layout.row_tokens - layout.row_blocks == g.blocks_per_row
     assert g.blocks_per_row * g.block_tokens >= g.max_context
     assert layout.row_logprobs - layout.row_tokens == g.max_context
+    assert layout.row_words - layout.row_logprobs == LOGPROB_RING * LOGPROB_WORDS
+    assert LOGPROB_WORDS == 1 + MAX_LOGPROBS
     assert layout.row(1) - layout.row(0) == layout.row_words
 
 
@@ -169,7 +174,7 @@ def test_lists_and_journal_work_beyond_32_bits() -> None:
     layout, words = Layout(HUGE), SparseWords()
     block = HUGE.num_blocks - 1
     words[H.FREE_HEAD], words[H.FREE_COUNT] = block + 1, 1
-    pool = Pool(words, layout)  # type: ignore[arg-type]
+    pool = Pool(words, layout, lambda: None)  # type: ignore[arg-type]
     lock = MutationLock(words, layout, NoFileLock())  # type: ignore[arg-type]
     before = dict(words)
     with pytest.raises(ZeroDivisionError), lock.section(Op.GROW) as section:

@@ -130,7 +130,11 @@ def corrupt_word(path: Path, word: int, value: int) -> None:
     ("damage", "error", "message"),
     [
         (lambda p, s: corrupt_word(p, H.MAGIC, 0x1234), CorruptSegmentError, r"0x1234.*0x[0-9a-f]{16}"),
-        (lambda p, s: corrupt_word(p, H.VERSION, 77), IncompatibleError, r"version 77 found, 1 expected"),
+        (
+            lambda p, s: corrupt_word(p, H.VERSION, 77),
+            IncompatibleError,
+            rf"version 77 found, {LAYOUT_VERSION} expected",
+        ),
         (lambda p, s: corrupt_word(p, H.VERSION, 0), IncompatibleError, r"version 0 found"),
         (lambda p, s: corrupt_size(p, s - 1), CorruptSegmentError, r"(\d+) bytes found, (\d+) expected"),
         (lambda p, s: corrupt_size(p, 4096), CorruptSegmentError, r"4096 bytes found"),

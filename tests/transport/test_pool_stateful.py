@@ -52,7 +52,7 @@ class Histories(RuleBasedStateMachine):
         if operation == "claim":
             waiting = rows.in_state(member.me.claims[0])
             if waiting:
-                local = (None, 0, 3)[pick % 3] if actor is Actor.DECODE else None
+                local = (None, 0, 3)[pick % 3]
                 member.claim(waiting[pick % len(waiting)], alone=not owned, local=local)
             return
         if not owned:

@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdctl.transport.errors import CapacityError, CorruptSegmentError, PdctlError, UsageError
-from pdctl.transport.layout import ROW_ERROR_WORDS, ROW_PARAM_WORDS, ROW_REQUEST_ID_WORDS, H, P, R
+from pdctl.transport.layout import (
+    LOGPROB_RING,
+    MAX_LOGPROBS,
+    ROW_ERROR_WORDS,
+    ROW_PARAM_WORDS,
+    ROW_REQUEST_ID_WORDS,
+    H,
+    P,
+    R,
+)
 from pdctl.transport.layout import B as Block
 from pdctl.transport.lock import Op
 from pdctl.transport.rows import (
@@ -27,6 +36,7 @@ from pdctl.transport.rows import (
     RowParams,
     Rows,
     RowState,
+    TokenLogprobs,
     float_to_word,
     word_to_float,
 )
@@ -42,8 +52,9 @@ ALLOWED = """
     FILLING    -> READY       R
     FILLING    -> FREE        R  S
     QUEUED     -> PREFILLING   P
+    QUEUED     -> READY        P
     QUEUED     -> CANCELLED   R  S
-    QUEUED     -> FAILED         S
+    QUEUED     -> FAILED       P S
     PREFILLING -> READY        P
     PREFILLING -> QUEUED       P S
     PREFILLING -> CANCELLED    P S
@@ -51,7 +62,7 @@ ALLOWED = """
     READY      -> DECODING      D
     READY      -> QUEUED      RPDS
     READY      -> CANCELLED   R  S
-    READY      -> FAILED         S
+    READY      -> FAILED        DS
     DECODING   -> FINISHED      D
     DECODING   -> READY         DS
     DECODING   -> QUEUED        D
@@ -152,6 +163,18 @@ def test_no_operation_moves_a_row_past_the_table(world: Any, operation: str) -> 
         ([1], 5, {"stop_ids": (-1,)}, "-1"),
         ([1], 5, {"stop_ids": (1 << 32,)}, str(1 << 32)),
         ([1], 5, {"stop_ids": (1,) * (ROW_PARAM_WORDS + 1)}, f"{ROW_PARAM_WORDS + 1} stop ids"),
+        (
+            [1],
+            5,
+            {"stop_ids": (1,) * 1025, "logit_bias": ((1, 1.0),) * 1024},
+            f"1025 stop ids and 1024 logit biases: at most {ROW_PARAM_WORDS}",
+        ),
+        ([1], 5, {"logit_bias": ((-1, 1.0),)}, "logit bias id out of range: -1"),
+        ([1], 5, {"logit_bias": ((1 << 32, 1.0),)}, str(1 << 32)),
+        ([1], 5, {"logit_bias": ((1, 1e39),)}, "beyond float32"),
+        ([1], 5, {"min_tokens": -1}, "min_tokens"),
+        ([1], 5, {"num_logprobs": -2}, "num_logprobs -2"),
+        ([1], 5, {"num_logprobs": MAX_LOGPROBS + 1}, f"num_logprobs {MAX_LOGPROBS + 1}"),
         ([1], 5, {"top_k": -1}, "top_k"),
         ([1], 5, {"top_k": 1 << 64}, "top_k"),
     ],
@@ -191,7 +214,16 @@ def test_what_can_never_fit_the_pool_is_refused_with_both_numbers(make_world: Ma
     temperature=st.floats(allow_nan=False),
     top_p=st.floats(0, 1),
     top_k=st.integers(0, 1 << 32),
+    min_p=st.floats(0, 1),
     seed=st.integers(0, (1 << 64) - 1),
+    min_tokens=st.integers(0, (1 << 64) - 1),
+    repetition_penalty=st.floats(0.01, 100),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(st.integers(0, (1 << 32) - 1), st.floats(-100, 100, width=32)), max_size=9).map(
+        tuple
+    ),
+    num_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
     ignore_eos=st.booleans(),
     stop_ids=st.lists(st.integers(0, (1 << 32) - 1), max_size=9).map(tuple),
     request_id=st.text(max_size=200),
@@ -247,7 +279,8 @@ def test_a_new_request_inherits_nothing(world: Any) -> None:
     assert new.row == old.row
     rows = world.router.rows
     mine = (R.GENERATION, R.ORDER, R.OWNER, R.OWNER_INCARNATION, R.CLIENT, R.CLIENT_INCARNATION)
-    asked = (R.NUM_PROMPT, R.NUM_TOKENS, R.LIMIT_TOKENS, R.TOP_P, R.T_CREATED, R.T_QUEUED, R.T_STATE)
+    stamps = (R.T_CREATED, R.T_QUEUED, R.T_STATE)
+    asked = (R.NUM_PROMPT, R.NUM_TOKENS, R.LIMIT_TOKENS, R.READ_TOKENS, R.TOP_P, R.REPETITION_PENALTY, *stamps)
     assert {name.name: rows.get(new.row, name) for name in R if name not in mine + asked} == {
         name.name: 0 for name in R if name not in mine + asked
     }
@@ -317,6 +350,64 @@ def test_tokens_of_the_rows_last_request_are_never_read(world: Any) -> None:
     assert rows.new_tokens(new.row, new.generation, 3) == []
     assert rows.new_tokens(new.row, old.generation, 3) == rows.new_tokens(new.row, old.generation, 3)
     assert rows.new_tokens(new.row, old.generation, 0) == []
+
+
+def logprobs_of(position: int, number: int) -> TokenLogprobs:
+    """Values that float32 holds exactly, and that no other position has."""
+    top = tuple((1000 * position + index, -position - index / 32) for index in range(number))
+    return TokenLogprobs(token=position % 3, logprob=-position / 4, top=top)
+
+
+def test_the_longest_parameters_fit(world: Any) -> None:
+    stop_ids = tuple(range(ROW_PARAM_WORDS // 2))
+    logit_bias = tuple((token, float(token % 100)) for token in range(ROW_PARAM_WORDS // 2))
+    row = world.submit([1, 2, 0], 9, stop_ids=stop_ids, logit_bias=logit_bias, num_logprobs=MAX_LOGPROBS).row
+    rows = world.decode.rows
+    assert rows.params(row) == RowParams(stop_ids=stop_ids, logit_bias=logit_bias, num_logprobs=MAX_LOGPROBS)
+    assert rows.tokens(row, 0, 3) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("number", [0, 1, MAX_LOGPROBS])
+def test_log_probabilities_go_around_the_ring_with_their_tokens(make_world: MakeWorld, number: int) -> None:
+    world = make_world(max_context=256, num_blocks=64)
+    claim = world.submit([1, 2, 0], 256, num_logprobs=number)
+    owner, reader = world.decode.rows, world.router.rows
+    read = written = 3
+    for step in range(3 * LOGPROB_RING):
+        assert owner.has_logprob_room(claim.row, written)
+        owner.put_logprobs(claim.row, written, logprobs_of(written, number))
+        owner.commit_token(claim.row, claim.generation, written, written % 3)
+        written += 1
+        if step % 7 == 0:
+            stop = written - step % 3
+            assert reader.take_logprobs(claim.row, read, stop) == [
+                logprobs_of(at, number) for at in range(read, stop)
+            ]
+            read = stop
+    # Unread ones are never overwritten: there is room for the ring's length beyond what was read.
+    while owner.has_logprob_room(claim.row, written):
+        owner.put_logprobs(claim.row, written, logprobs_of(written, number))
+        written += 1
+    assert written == read + LOGPROB_RING
+    assert reader.take_logprobs(claim.row, read, written) == [logprobs_of(at, number) for at in range(read, written)]
+    # The ring ends where the row does.
+    assert world.router.rows.get(claim.row + 1, R.GENERATION) == 0
+
+
+def test_log_probabilities_are_there_before_the_token_that_commits_them(world: Any, kit: ModuleType) -> None:
+    claim = world.submit([1, 2, 0], 20, num_logprobs=2)
+    words, seen = kit.DyingWords(world.mapping.words), []
+
+    def look() -> None:
+        tokens = world.router.rows.new_tokens(claim.row, claim.generation, 3)
+        if tokens:
+            seen.append(world.router.rows.take_logprobs(claim.row, 3, 3 + len(tokens)))
+
+    words.after_store = look
+    rows = world.decode.through(words).rows
+    rows.put_logprobs(claim.row, 3, logprobs_of(3, 2))
+    rows.commit_token(claim.row, claim.generation, 3, 0)
+    assert seen == [[logprobs_of(3, 2)]] * 2
 
 
 def test_a_stale_handle_changes_nothing(world: Any) -> None:
@@ -491,6 +582,48 @@ def test_output_tokens_and_outcomes_are_counted_at_the_end(world: Any) -> None:
         world.decode.rows.end_cancelled(claim.row, Actor.DECODE)
         assert (words[counter], words[H.OUTPUT_TOKENS]) == (before[0] + 1, before[1] + 3)
         assert rows.recycle(claim.row, claim.generation)
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_prefill_sends_on_what_decode_may_do_itself(world: Any, local: int) -> None:
+    prompt = [0, 1, 2, 1, 0, 2, 2, 1, 0, 1, 2]
+    world.leave_cached(prompt[:9], 12)
+    row = world.submit(prompt, 20).row
+    rows = world.router.rows
+    assert rows.state(row) is S.QUEUED
+    taken = world.prefill.claim(row, local=local)
+    if local == 1:
+        assert rows.state(row) is S.PREFILLING
+        assert (taken.kv_len, taken.cached_tokens) == (8, 8)
+    else:
+        assert taken is None
+        assert rows.state(row) is S.READY
+        # With its prefix pinned and room for the next token: decode need not match again.
+        assert (rows.get(row, R.NUM_BLOCKS), rows.get(row, R.KV_LEN)) == (3, 8)
+        assert world.decode.claim(row, local=0).kv_len == 8
+    assert (rows.get(row, R.CACHED_TOKENS), rows.get(row, R.ATTEMPTS)) == (8, 1)
+    world.check()
+    world.run_to_end()
+
+
+def test_a_row_that_was_put_back_gains_what_others_have_published_since(world: Any) -> None:
+    prompt = [0, 1, 2, 1, 0, 2, 2, 1, 0, 1, 2, 2, 1]
+    first, second = world.submit(prompt, 20).row, world.submit([*prompt[:9], 0, 0], 20).row
+    world.prefill.claim(first)
+    world.prefill.prefill(first, 5)  # one block, and a quarter of the next
+    world.prefill.rows.put_back(first, Actor.PREFILL)
+    private = world.prefill.rows.block_table(first)
+    world.prefill.claim(second)
+    world.prefill.prefill(second)
+    free = world.prefill.pool.num_free()
+    taken = world.prefill.claim(first)
+    rows = world.prefill.rows
+    assert (taken.kv_len, taken.cached_tokens) == (8, 3)
+    assert rows.block_table(first) == [private[0], rows.block_table(second)[1], *private[2:]]
+    assert world.prefill.pool.num_free() == free + 1
+    assert rows.get(first, R.CACHED_TOKENS) == 3
+    world.check()
+    world.run_to_end()
 
 
 # What changes between a claimer's look at a row and its section.

@@ -1,0 +1,81 @@
+"""Ten thousand operations in any order, on several daemons and too small a pool: all tokens right, nothing lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_model import FakeCluster
+
+from pdctl.core.decode import DecodeEngine
+from pdctl.core.prefill import PrefillEngine
+from pdctl.transport.layout import H, P, R
+from pdctl.transport.recovery import verify
+from pdctl.transport.rows import TERMINAL, RowState
+
+OPERATIONS = 10_000
+STEM = [index * 7 % 17 for index in range(96)]
+
+
+def prompt(rng: random.Random) -> list[int]:
+    """Beginnings that requests share, and mostly a rest of their own."""
+    return STEM[: rng.randrange(97)] + [rng.randrange(17) for _ in range(rng.randrange(1, 40))]
+
+
+def step(cluster: FakeCluster, rng: random.Random) -> None:
+    rng.choice([*cluster.prefill, *cluster.decode]).step()
+
+
+def submit(cluster: FakeCluster, rng: random.Random) -> None:
+    cluster.try_submit(prompt(rng), rng.randrange(1, 60))
+
+
+def cancel(cluster: FakeCluster, rng: random.Random) -> None:
+    if cluster.asked:
+        cluster.cancel(rng.choice(list(cluster.asked)))
+
+
+def collect(cluster: FakeCluster, rng: random.Random) -> None:
+    for row in list(cluster.asked):
+        if cluster.rows.state(row) in TERMINAL:
+            assert cluster.rows.state(row) is not RowState.FAILED, cluster.rows.error_text(row)
+            cluster.take(row)
+
+
+def kill(cluster: FakeCluster, rng: random.Random) -> None:
+    cluster.kill(rng.choice([*cluster.prefill, *cluster.decode]))
+
+
+def drain(cluster: FakeCluster, rng: random.Random) -> None:
+    engine: PrefillEngine | DecodeEngine = rng.choice([*cluster.prefill, *cluster.decode])
+    engine.release()
+
+
+# How often each comes.
+MIXTURE = {step: 60, submit: 6, cancel: 1, collect: 6, kill: 1, drain: 1}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "num_blocks", "local"), [(1, 1, 30, 0), (2, 2, 26, 12), (1, 3, 200, 12), (3, 2, 40, 0)]
+)
+def test_ten_thousand_operations(prefill: int, decode: int, num_blocks: int, local: int) -> None:
+    cluster = FakeCluster(prefill=prefill, decode=decode, num_blocks=num_blocks, local_prefill_tokens=local)
+    rng = random.Random(1000 * prefill + 100 * decode + num_blocks)
+    operations = rng.choices(list(MIXTURE), weights=list(MIXTURE.values()), k=OPERATIONS)
+    for number, operation in enumerate(operations):
+        operation(cluster, rng)
+        if number % 50 == 0:
+            assert verify(cluster.segment) == []
+    cluster.run()
+    collect(cluster, rng)
+    assert cluster.asked == {}
+    assert cluster.segment.pool.num_available() == num_blocks
+    words = cluster.segment.words
+    assert words[H.FINISHED] > 100
+    assert words[H.CANCELLED] > 50
+    assert words[H.CACHED_TOKENS] > 0
+    assert words[H.ADOPTIONS] > 20
+    assert (words[H.PREEMPTIONS] > 100) == (num_blocks < 100)
+    assert all(engine._me.get(P.STEPS) for engine in cluster.decode)
+    for row in range(cluster.rows.num_rows):
+        assert cluster.get(row, R.NUM_BLOCKS) == 0
