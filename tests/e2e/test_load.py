@@ -228,7 +228,7 @@ def test_lists_of_prompts_keep_their_order_every_time(cluster: Any, tiny_dir: Pa
 
 
 def test_counters_add_up_with_usages(cluster: Any) -> None:
-    """`/metrics` over real daemons, shared prefixes and preemptions included."""
+    """`/metrics` over real daemons that share prefixes."""
 
     def scrape() -> dict[str, float]:
         with urllib.request.urlopen(cluster.state.url + "/metrics", timeout=60) as answer:
@@ -255,8 +255,8 @@ def test_counters_add_up_with_usages(cluster: Any) -> None:
             kinds[name.split('kind="')[1].split('"')[0]] += value
     assert kinds["decode"] == 40 * 20
     # What was not cached was computed by somebody, but for every prompt's last token, which decode samples from.
-    computed = sum(usage["prompt_tokens"] for usage in usages) - cached - 40
-    assert kinds["prefill"] + kinds["local_prefill"] == computed
+    uncached = sum(usage["prompt_tokens"] for usage in usages) - cached - 40
+    assert kinds["prefill"] + kinds["local_prefill"] == uncached
 
 
 def test_greedy_and_sampled_in_one_batch(cluster: Any) -> None:
