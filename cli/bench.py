@@ -24,9 +24,10 @@ def bench(
 ) -> None:
     """Measure the running cluster: one request at a time, then several at once."""
     from pdctl.core import bench as measuring
-    from pdctl.core.cluster import running
+    from pdctl.core.cluster import command, running
 
-    state = running(state_dir_of(state_dir), name)
+    directory = state_dir_of(state_dir)
+    state = running(directory, name)
     workload = measuring.Workload(
         num_requests=requests,
         prompt_tokens=prompt_tokens,
@@ -52,4 +53,6 @@ def bench(
         stdout_console().print(render(result))
         remark("New prompts, nothing cached. Medians, 99th percentile in brackets.")
     if result.num_failed:
-        raise PdctlError(f"{result.num_failed} requests failed: {result.first_error}", hint="pdctl logs")
+        raise PdctlError(
+            f"{result.num_failed} requests failed: {result.first_error}", hint=command("logs", name, directory)
+        )

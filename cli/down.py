@@ -29,7 +29,9 @@ def down(name: NameOption = DEFAULT_CLUSTER, state_dir: StateDirOption = None) -
         if supervisor is not None:
             break
         if time.monotonic() > deadline:
-            raise DeadlineError(f"cluster {name!r}: somebody holds its lock", hint=cluster.command("status", name))
+            raise DeadlineError(
+                f"cluster {name!r}: somebody holds its lock", hint=cluster.command("status", name, directory)
+            )
         time.sleep(0.02)
     if supervisor is None:
         removed = cluster.tidy(directory, name)
@@ -47,7 +49,7 @@ def down(name: NameOption = DEFAULT_CLUSTER, state_dir: StateDirOption = None) -
         if not supervisor.is_gone(_KILL_S):
             raise DeadlineError(
                 f"cluster {name!r}: its supervisor (pid {supervisor.pid}) does not end",
-                hint=cluster.command("status", name),
+                hint=cluster.command("status", name, directory),
             )
     # Nothing is left of one that ended by itself.
     cluster.tidy(directory, name)

@@ -45,15 +45,18 @@ def generate(
 ) -> None:
     """Ask the model."""
     from pdctl.core.client import Client
-    from pdctl.core.cluster import running
+    from pdctl.core.cluster import command, running
 
-    url = running(state_dir_of(state_dir), name).url
+    directory = state_dir_of(state_dir)
+    url = running(directory, name).url
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             remark("reading the prompt from the terminal; end it with Ctrl-D")
         prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
     if not prompt.strip():
-        raise UsageError("the prompt is empty", hint='pdctl generate "What is the capital of France?"')
+        raise UsageError(
+            "the prompt is empty", hint=f'{command("generate", name, directory)} "What is the capital of France?"'
+        )
     body: dict[str, Any] = {
         "max_tokens": 256 if max_tokens is None else max_tokens,
         "temperature": temperature,
@@ -81,7 +84,7 @@ def generate(
             "/v1/chat/completions",
             {**body, "messages": [*messages, {"role": "user", "content": prompt}]},
         )
-    client = Client(url)
+    client = Client(url, command=lambda verb: command(verb, name, directory))
     if as_json:
         print_json(client.post(path, body))
         return

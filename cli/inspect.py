@@ -36,7 +36,7 @@ def shm(
         typer.Option("--file", help="A segment's file, or a copy of one, instead of a cluster.", show_default=False),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Recount every list, reference and index entry; exit code 4 if wrong.")
+        bool, typer.Option("--verify", help="Recount everything, compare sealed KV; exit code 4 if wrong.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,7 +61,7 @@ def shm(
             raise DeadlineError(
                 f"segment {path}: changes too fast for a copy that can be verified", hint="run it again"
             )
-        checked = core_status.verify(snapshot)
+        checked = core_status.verify(snapshot, path)
     if note is not None:
         remark(note)
     if as_json:
@@ -91,7 +91,8 @@ def _verification_lines(checked: Verification) -> list[str]:
     lines = []
     if checked.undone is not None:
         lines.append(f"undone before the recount, in the copy only: {checked.undone}, which was cut off")
-    recounted = f"{checked.num_blocks} blocks, {checked.num_rows} rows verified"
+    sealed = f", KV of {checked.num_sealed} sealed blocks" if checked.num_sealed else ""
+    recounted = f"{checked.num_blocks} blocks, {checked.num_rows} rows{sealed} verified"
     if not checked.problems:
         return [*lines, f"{recounted}: clean"]
     lines += [f"problem: {problem}" for problem in checked.problems]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +17,7 @@ from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state
 from pdctl.transport.errors import NotFoundError, UsageError
 from pdctl.transport.names import log_dir
 
-_POLL_S = 0.25
+POLL_S = 0.25
 
 
 def logs(
@@ -35,13 +38,14 @@ def logs(
 
     if process is not None and not process.replace("-", "").isalnum():
         raise UsageError(f"process {process!r}: expected one of supervisor, router, zygote, prefill-0, decode-0, …")
-    directory = log_dir(state_dir_of(state_dir), name)
+    root = state_dir_of(state_dir)
+    directory = log_dir(root, name)
     files = sorted(directory.glob(f"{process or '*'}.log")) if directory.is_dir() else []
     if not files:
         what = f"process {process!r} of cluster {name!r}" if process else f"cluster {name!r}"
         others = process and any(directory.glob("*.log"))
-        raise NotFoundError(f"no logs of {what} in {directory}", hint=command("logs" if others else "up", name))
-    width = max(len(file.stem) for file in files)
+        raise NotFoundError(f"no logs of {what} in {directory}", hint=command("logs" if others else "up", name, root))
+    follower = Follower(directory, f"{process or '*'}.log", grep)
     lines: list[tuple[str, str, int, str]] = []
     for file in files:
         last: deque[str] = deque(maxlen=tail)
@@ -49,35 +53,61 @@ def logs(
             if part.exists():
                 with part.open(errors="replace") as text:
                     last.extend(line.rstrip("\n") for line in text if grep is None or grep in line)
-        stamp = ""
-        for number, line in enumerate(last):
-            # A traceback's lines stay with the line that they follow.
-            stamp = line[:24] if line[:4].isdigit() else stamp
-            lines.append((stamp, file.stem, number, line))
-    for _, stem, _, line in sorted(lines, key=lambda one: one[:3]):
-        _print(stem, width, line)
-    sys.stdout.flush()
-    if follow:
-        _follow(files, width, grep)
+        lines += _stamped(file.stem, last)
+    follower.print(lines)
+    while follow:
+        follower.print_new()
+        time.sleep(POLL_S)
 
 
-def _print(stem: str, width: int, line: str) -> None:
-    sys.stdout.write(f"{stem:{width}} | {line}\n")
+def _stamped(stem: str, lines: Iterable[str]) -> list[tuple[str, str, int, str]]:
+    """(time, process, place, line) of a process's lines; a traceback's lines stay with the line that they follow."""
+    stamp, found = "", []
+    for number, line in enumerate(lines):
+        stamp = line[:24] if line[:4].isdigit() else stamp
+        found.append((stamp, stem, number, line))
+    return found
 
 
-def _follow(files: list[Path], width: int, grep: str | None) -> None:
-    places = {file: file.stat().st_size for file in files}
-    while True:
-        for file, place in places.items():
-            try:
-                size = file.stat().st_size
-                with file.open(errors="replace") as text:
-                    text.seek(place if size >= place else 0)
-                    for line in text:
-                        if grep is None or grep in line:
-                            _print(file.stem, width, line.rstrip("\n"))
-                    places[file] = text.tell()
-            except FileNotFoundError:
-                places[file] = 0
+class Follower:
+    """What a cluster's processes write from now on, those that start later included.
+
+    Args:
+        pattern: which files of the directory.
+        grep: only lines with this text.
+    """
+
+    def __init__(self, directory: Path, pattern: str = "*.log", grep: str | None = None) -> None:
+        self._directory = directory
+        self._pattern = pattern
+        self._grep = grep
+        self._width = 0
+        self._places = {file: file.stat().st_size for file in self._files()}
+
+    def _files(self) -> list[Path]:
+        files = sorted(self._directory.glob(self._pattern))
+        self._width = max((len(file.stem) for file in files), default=0)
+        return files
+
+    def print_new(self) -> None:
+        """Print the lines that have become whole since the last time."""
+        found: list[tuple[str, str, int, str]] = []
+        for file in self._files():
+            place = self._places.get(file, 0)
+            with contextlib.suppress(FileNotFoundError), file.open("rb") as log:
+                # Full, and begun anew.
+                place = place if place <= os.fstat(log.fileno()).st_size else 0
+                log.seek(place)
+                lines = log.read().splitlines(keepends=True)
+                while lines and not lines[-1].endswith(b"\n"):
+                    lines.pop()
+                self._places[file] = place + sum(map(len, lines))
+                texts = [line.decode(errors="replace").rstrip("\n") for line in lines]
+                found += _stamped(file.stem, [text for text in texts if self._grep is None or self._grep in text])
+        self.print(found)
+
+    def print(self, lines: list[tuple[str, str, int, str]]) -> None:
+        """Print lines of several processes, as `_stamped` gives them, in the order of their times."""
+        for _, stem, _, line in sorted(lines, key=lambda one: one[:3]):
+            sys.stdout.write(f"{stem:{self._width}} | {line}\n")
         sys.stdout.flush()
-        time.sleep(_POLL_S)

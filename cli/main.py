@@ -1,5 +1,7 @@
 """The `pdctl` command: mounts one file a command, turns errors into one line and an exit code.
 
+Called by `__main__.py`.
+
 0 ok · 1 unexpected · 2 usage · 3 not running or not found · 4 incompatible · 5 out of capacity · 6 timeout
 7 already running or address in use · 8 degraded (status) · 130 interrupted (143: by SIGTERM)
 """
@@ -14,7 +16,7 @@ from typing import Any
 import typer
 import typer.core
 
-from pdctl.cli import bench, down, generate, inspect, logs, models, status, up
+from pdctl.cli import bench, down, drain, gc, generate, inspect, logs, ls, models, restart, scale, status, up
 from pdctl.transport.errors import PdctlError
 
 
@@ -63,12 +65,17 @@ app.command("status")(status.status)
 app.add_typer(inspect.app, name="inspect", help="Look inside the shared memory.")
 app.command("bench")(bench.bench)
 app.command("logs")(logs.logs)
+app.command("scale")(scale.scale)
+app.command("drain")(drain.drain)
+app.command("restart")(restart.restart)
 app.command("down")(down.down)
+app.command("ls")(ls.ls)
+app.command("gc")(gc.gc)
 app.add_typer(models.app, name="models", help="Models kept on this machine.")
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line; ends the process."""
     try:
         app()
     except PdctlError as error:

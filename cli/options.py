@@ -30,7 +30,24 @@ StateDirOption = Annotated[
         show_default=False,
     ),
 ]
+DEFAULT_TIMEOUT_S = 120.0
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, max=86400, help="Seconds until this command stops waiting.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output, units in the keys.")]
+
+
+def complete_process(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of a running cluster's daemons and router, for the shell."""
+    from pdctl.core.cluster import read_state
+
+    given = context.params.get("state_dir")
+    state = read_state(state_dir_of(given and Path(given)), context.params.get("name") or DEFAULT_CLUSTER)
+    if state is None:
+        return []
+    numbers = {"prefill": state.spec.num_prefill, "decode": state.spec.num_decode}
+    daemons = [f"{role}-{index}" for role, number in numbers.items() for index in range(number)]
+    return [name for name in ["router", *daemons] if name.startswith(incomplete)]
 
 
 def state_dir_of(given: Path | None) -> Path:
@@ -40,9 +57,12 @@ def state_dir_of(given: Path | None) -> Path:
 
 __all__ = [
     "DEFAULT_CLUSTER",
+    "DEFAULT_TIMEOUT_S",
     "JsonOption",
     "NameOption",
     "StateDirOption",
+    "TimeoutOption",
     "complete_cluster",
+    "complete_process",
     "state_dir_of",
 ]

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdctl.core.status import (
+    DAEMON_ROLES,
     BlockKind,
     ClusterStatus,
     Counters,
@@ -23,6 +24,7 @@ from pdctl.core.status import (
     RowStatus,
     SegmentStatus,
 )
+from pdctl.core.survey import ClusterSummary
 
 WIDE_COLUMNS = 110
 MAX_MAP_LINES = 20
@@ -33,6 +35,7 @@ _KIND_STYLES = {
     BlockKind.PRIVATE.value: "yellow",
     BlockKind.REUSABLE.value: "green",
     BlockKind.REFERENCED.value: "cyan",
+    BlockKind.BROKEN.value: "bold red",
     BlockKind.UNKNOWN.value: "bold red",
 }
 _STATE_STYLES = {
@@ -41,8 +44,11 @@ _STATE_STYLES = {
     "healthy": "green",
     "starting": "yellow",
     "stopping": "yellow",
+    "drained": "yellow",
     "stopped": "bold red",
     "dead": "bold red",
+    "crashed": "bold red",
+    "foreign": "dim",
     "gone": "bold red",
     "degraded": "bold red",
     "failed": "red",
@@ -133,7 +139,7 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
     """One line a process; 80 columns."""
     table = _table(
         ("#", True),
-        ("role", False),
+        ("name", False),
         ("pid", True),
         ("state", False),
         ("thr", True),
@@ -146,10 +152,10 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
         ("cpu", True),
     )
     for one in processes:
-        works = one.role in ("prefill", "decode")
+        works = one.role in DAEMON_ROLES
         table.add_row(
             _NONE if one.slot is None else str(one.slot),
-            one.role,
+            one.name,
             str(one.pid),
             _state(one.state),
             count(one.num_threads) if works else _NONE,
@@ -164,12 +170,50 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
     return table
 
 
+def clusters_view(clusters: Sequence[ClusterSummary]) -> RenderableType:
+    """What `pdctl ls` shows."""
+    table = _table(
+        ("name", False),
+        ("phase", False),
+        ("url", False),
+        ("model", False),
+        ("daemons", False),
+        ("up", True),
+    )
+    for one in clusters:
+        table.add_row(
+            _shortened(one.name, 15),
+            _state(one.phase),
+            one.url or _NONE,
+            _shortened(one.model or _NONE, 14),
+            _daemons_words(one),
+            seconds(one.uptime_s),
+        )
+    elsewhere = [one for one in clusters if one.phase == "foreign" and one.state_dir]
+    notes = [Text(f"{one.name}: --state-dir {one.state_dir}", style="dim") for one in elsewhere]
+    if any(one.phase == "crashed" for one in clusters):
+        notes.append(Text("pdctl gc removes what crashed clusters left", style="dim"))
+    return Group(table, *([""] if notes else []), *notes)
+
+
+def _daemons_words(cluster: ClusterSummary) -> str:
+    """2P1D: two prefill daemons and one decode daemon; 2P1/3D: one of three takes requests."""
+    if cluster.wanted is None:
+        return _NONE
+    words = ""
+    for role, letter in (("prefill", "P"), ("decode", "D")):
+        ready, wanted = (cluster.ready or {}).get(role, 0), cluster.wanted[role]
+        words += f"{wanted}{letter}" if ready == wanted else f"{ready}/{wanted}{letter}"
+    return words
+
+
 def pool_bar(pool: PoolStatus, width: int) -> Text:
     """The pool's blocks by kind as one bar; every kind that exists gets at least one character."""
     parts = (
         (BlockKind.PRIVATE, pool.num_private),
         (BlockKind.REFERENCED, pool.num_referenced),
         (BlockKind.REUSABLE, pool.num_reusable),
+        (BlockKind.BROKEN, pool.num_broken),
         (BlockKind.UNKNOWN, pool.num_unknown),
         (BlockKind.FREE, pool.num_free),
     )
@@ -189,6 +233,7 @@ def _pool_words(pool: PoolStatus) -> str:
         f"{pool.num_cached} cached ({pool.num_referenced} in use, {pool.num_reusable} reusable), "
         f"{pool.num_free} free"
     )
+    words += f", {pool.num_broken} broken" if pool.num_broken else ""
     return f"{words}, {pool.num_unknown} in an unknown state" if pool.num_unknown else words
 
 
@@ -205,6 +250,7 @@ def _counter_facts(counters: Counters) -> list[tuple[str, str | Text]]:
     events = (
         f"{counters.num_preemptions} preemptions, {counters.num_adoptions} adoptions, "
         f"{counters.num_deaths} deaths, {counters.num_repairs} repairs, {counters.num_evictions} evictions"
+        + (f", {counters.num_broken_blocks} broken blocks" if counters.num_broken_blocks else "")
     )
     cached, prompt = counters.num_cached_tokens, counters.num_prompt_tokens
     return [
@@ -244,7 +290,7 @@ def block_map(kinds: str, width: int, max_lines: int = MAX_MAP_LINES) -> tuple[T
 
 
 def _most_frequent(kinds: str) -> str:
-    return max(("?", "#", "@", "o", "."), key=kinds.count)
+    return "!" if "!" in kinds else max(("?", "#", "@", "o", "."), key=kinds.count)
 
 
 def _legend(step: int) -> Text:
@@ -254,6 +300,7 @@ def _legend(step: int) -> Text:
         (BlockKind.PRIVATE, "private"),
         (BlockKind.REUSABLE, "cached, reusable"),
         (BlockKind.REFERENCED, "cached, in use"),
+        (BlockKind.BROKEN, "broken"),
     ):
         legend.append(kind.value, style=_KIND_STYLES[kind.value]).append(f" {words}   ")
     if step > 1:

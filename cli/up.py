@@ -17,7 +17,7 @@ import typer
 from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import remark
 from pdctl.transport.errors import PdctlError, UsageError
-from pdctl.transport.names import check_cluster, check_socket_room
+from pdctl.transport.names import check_cluster, check_socket_room, log_dir
 
 if TYPE_CHECKING:
     from pdctl.core.config import ClusterSpec
@@ -78,10 +78,23 @@ def up(
         int,
         typer.Option("--max-queue", help="Requests that may wait for a daemon; beyond it: 429. 0: none waits."),
     ] = 256,
-    foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached; Ctrl-C takes it down.")] = False,
+    verify_kv: Annotated[
+        str,
+        typer.Option(
+            "--verify-kv",
+            help="Seal KV blocks with checksums: off; recompute or fail what a dead daemon left broken.",
+        ),
+    ] = "off",
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay, show the logs; Ctrl-C takes it down.")
+    ] = False,
     state_dir: StateDirOption = None,
 ) -> None:
-    """Bring a cluster up; returns when it serves requests."""
+    """Bring a cluster up; returns when it serves requests.
+
+    With --foreground it stays and shows all logs. Ctrl-C then takes it down
+    (exit code 0), a second one kills it (130); it does not outlive its terminal.
+    """
     from pdctl.cli.models import pull_progress
     from pdctl.core import cluster, config, models
     from pdctl.transport.mapping import check_room
@@ -115,6 +128,7 @@ def up(
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
         max_queue=max_queue,
+        verify_kv=verify_kv,
         max_rows=config.rows_for(prefill, decode, max_batch),
     )
     if not segments_may_be_reclaimed(name):
@@ -235,14 +249,20 @@ def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
         signals.raise_from_now_on()
         _start(spec, process, began, foreground=foreground)
         signals.hold()
+        if foreground:
+            _attend(spec, process, signals)
     except _Interrupted:
-        _take_back(process)
+        _take_back(spec, process)
         remark(f"interrupted: cluster {spec.name!r} is down again")
         raise typer.Exit(128 + (signals.received or signal.SIGINT)) from None
     except PdctlError:
         # It said why and is on its way out; return when it is gone.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_WAIT_S)
+        raise
+    except OSError:
+        if foreground:  # nobody reads the logs any more (`| head`): it does not stay behind
+            _take_back(spec, process)
         raise
 
 
@@ -257,20 +277,49 @@ def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, f
         process.wait(_STOP_WAIT_S)
         raise PdctlError(
             f"the supervisor ended without a word ({exit_words(process.returncode)})",
-            hint=cluster.command("logs supervisor", spec.name),
+            hint=cluster.command("logs supervisor", spec.name, spec.state_dir),
         )
     remark(f"up in {time.monotonic() - began:.1f} s: {url} serves {spec.model_name}")
     if not is_loopback(spec.host):
         remark(f"warning: --host {spec.host} serves beyond this machine, without a key or encryption")
     if not foreground:
-        remark(f'  {cluster.command("generate", spec.name)} "What is the capital of France?"')
+        remark(f'  {cluster.command("generate", spec.name, spec.state_dir)} "What is the capital of France?"')
         return
-    remark("Ctrl-C takes it down.")
-    if process.wait():
+    remark("its logs follow; Ctrl-C takes it down")
+
+
+def _attend(spec: ClusterSpec, process: subprocess.Popen[str], signals: _Signals) -> None:
+    """Show the logs until the cluster ends. A signal takes it down in order, a second one at once.
+
+    Raises:
+        PdctlError: its supervisor ended by itself, and not well.
+        typer.Exit: there was a second signal.
+    """
+    from pdctl.cli.logs import POLL_S, Follower
+    from pdctl.core import cluster
+
+    follower = Follower(log_dir(spec.state_dir, spec.name))
+    told = False
+    while process.poll() is None:
+        if signals.received is not None:
+            if told:
+                process.kill()
+                process.wait()
+                cluster.tidy(spec.state_dir, spec.name)
+                remark(f"cluster {spec.name!r}: killed")
+                raise typer.Exit(128 + signals.received)
+            told, signals.received = True, None
+            process.send_signal(signal.SIGTERM)
+            remark("taking it down; once more kills it")
+        follower.print_new()
+        time.sleep(POLL_S)
+    follower.print_new()
+    if process.returncode and not told:
         raise PdctlError(
             f"cluster {spec.name!r}: its supervisor ended ({exit_words(process.returncode)})",
-            hint=cluster.command("logs supervisor", spec.name),
+            hint=cluster.command("logs supervisor", spec.name, spec.state_dir),
         )
+    remark(f"cluster {spec.name!r}: down")
 
 
 def is_loopback(host: str) -> bool:
@@ -290,14 +339,17 @@ def exit_words(code: int) -> str:
         return f"signal {-code}"
 
 
-def _take_back(process: subprocess.Popen[str]) -> None:
+def _take_back(spec: ClusterSpec, process: subprocess.Popen[str]) -> None:
     """Interrupted: what was started is taken down before we return."""
+    from pdctl.core import cluster
+
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(_STOP_WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+        cluster.tidy(spec.state_dir, spec.name)
 
 
 def _follow(events: IO[str]) -> str | None:

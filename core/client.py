@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,13 +18,23 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class Client:
-    """Talks to one server; a connection a request."""
+    """Talks to one server; a connection a request.
 
-    def __init__(self, url: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    Args:
+        command: what a person types to run a command on its cluster, for hints.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        command: Callable[[str], str] = lambda verb: f"pdctl {verb}",
+    ) -> None:
         parts = urlsplit(url)
         self.url = url
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._timeout_s = timeout_s
+        self._hint = command
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One answer, whole."""
@@ -54,13 +64,13 @@ class Client:
                 arrived = time.monotonic_ns()
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise PdctlError(f"{self.url}: {chunk['error']['message']}", hint="pdctl logs")
+                    raise PdctlError(f"{self.url}: {chunk['error']['message']}", hint=self._hint("logs"))
                 yield arrived, chunk
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._broken(error) from error
         finally:
             connection.close()
-        raise PdctlError(f"{self.url}: the stream was cut off", hint="pdctl status")
+        raise PdctlError(f"{self.url}: the stream was cut off", hint=self._hint("status"))
 
     def _send(self, path: str, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
@@ -69,7 +79,7 @@ class Client:
             response = connection.getresponse()
             if response.status == 200:
                 return connection, response
-            raise _error(response.status, response.read())
+            raise self._error(response.status, response.read())
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise self._broken(error) from error
@@ -79,21 +89,20 @@ class Client:
 
     def _broken(self, error: Exception) -> PdctlError:
         if isinstance(error, TimeoutError):
-            return DeadlineError(f"{self.url}: no answer in {self._timeout_s:.0f} s", hint="pdctl status")
+            return DeadlineError(f"{self.url}: no answer in {self._timeout_s:.0f} s", hint=self._hint("status"))
         if isinstance(error, ConnectionRefusedError):
-            return NotFoundError(f"{self.url}: nobody listens", hint="pdctl status")
-        return PdctlError(f"{self.url}: {type(error).__name__}: {error}", hint="pdctl status")
+            return NotFoundError(f"{self.url}: nobody listens", hint=self._hint("status"))
+        return PdctlError(f"{self.url}: {type(error).__name__}: {error}", hint=self._hint("status"))
 
-
-def _error(status: int, body: bytes) -> PdctlError:
-    try:
-        message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = body[:200].decode(errors="replace")
-    if status == 503:
-        return CapacityError(message, hint="pdctl status")
-    if status in (408, 504):
-        return DeadlineError(message, hint="pdctl status")
-    if 400 <= status < 500:
-        return UsageError(message)
-    return PdctlError(f"HTTP {status}: {message}", hint="pdctl logs")
+    def _error(self, status: int, body: bytes) -> PdctlError:
+        try:
+            message = str(json.loads(body)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = body[:200].decode(errors="replace")
+        if status == 503:
+            return CapacityError(message, hint=self._hint("status"))
+        if status in (408, 504):
+            return DeadlineError(message, hint=self._hint("status"))
+        if 400 <= status < 500:
+            return UsageError(message)
+        return PdctlError(f"HTTP {status}: {message}", hint=self._hint("logs"))

@@ -3,6 +3,7 @@
     <state dir>/<name>/lock        locked by the supervisor for its life: held = running; holds its PID and start time
     <state dir>/<name>/state.json  written whole by rename: where to find everything
     <state dir>/<name>/bell-<n>    the participants' sockets
+    <state dir>/<name>/control     the supervisor's: what commands ask it (control.py)
     <state dir>/logs/<name>/       the only thing that `down` leaves
 
 Used by the supervisor and by every command. No torch; takes no lock but the cluster's own.
@@ -14,10 +15,12 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import shlex
 import stat
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +40,13 @@ from pdctl.transport.names import (
     SegmentName,
     check_cluster,
     cluster_dir,
+    default_state_dir,
     parse_segment_name,
     segments_of,
 )
 from pdctl.transport.segment import Role, process_start_time, take_snapshot
 
-STATE_SCHEMA = 1
+STATE_SCHEMA = 2
 _LOCK, _STATE, _SPEC = "lock", "state.json", "spec.json"
 # A lock of the open file, as flock's is, that can also be asked about without being taken (Linux).
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
@@ -56,6 +60,7 @@ class ClusterState:
     Attributes:
         phase: "starting", "running" or "stopping".
         supervisor_start_time: clock ticks after boot; with the PID it names the process.
+        gave_up: processes that are not restarted any more, with their deaths in a row.
     """
 
     name: str
@@ -66,6 +71,7 @@ class ClusterState:
     url: str
     started_unix_ns: int
     spec: ClusterSpec
+    gave_up: dict[str, int] = field(default_factory=dict)
 
     @property
     def segment_name(self) -> SegmentName:
@@ -98,6 +104,9 @@ def private_directory(path: Path) -> None:
         raise UsageError(f"state directory {path}: {error.strerror}", hint=hint) from error
     if not stat.S_ISDIR(found.st_mode):
         raise UsageError(f"state directory {path}: is not a directory", hint=hint)
+    if found.st_mode & stat.S_ISVTX:
+        # As /tmp: making it private would take it away from everybody else.
+        raise UsageError(f"state directory {path}: is shared by all users", hint=hint)
     if found.st_uid != os.getuid():
         raise UsageError(f"state directory {path}: belongs to user {found.st_uid}, not {os.getuid()}", hint=hint)
     if found.st_mode & 0o077:
@@ -107,9 +116,14 @@ def private_directory(path: Path) -> None:
             raise UsageError(f"state directory {path}: open to other users ({error.strerror})", hint=hint) from error
 
 
-def command(verb: str, name: str) -> str:
+def command(verb: str, name: str, state_dir: Path) -> str:
     """What a person types to run a command on this cluster, for hints."""
-    return f"pdctl {verb}" if name == DEFAULT_CLUSTER else f"pdctl {verb} --name {name}"
+    words = ["pdctl", verb]
+    if name != DEFAULT_CLUSTER:
+        words += ["--name", name]
+    if state_dir != default_state_dir():
+        words += ["--state-dir", shlex.quote(str(state_dir))]
+    return " ".join(words)
 
 
 def _lock(fd: int, operation: int, kind: int) -> int:
@@ -218,6 +232,7 @@ def write_state(state: ClusterState) -> None:
         "segment": state.segment,
         "url": state.url,
         "started_unix_ns": state.started_unix_ns,
+        "gave_up": state.gave_up,
         "spec": json.loads(state.spec.to_json()),
     }
     write_private(directory / _STATE, json.dumps(values, indent=1))
@@ -242,12 +257,22 @@ def read_state(state_dir: Path, name: str) -> ClusterState | None:
         state = ClusterState(**values)
         _ = state.segment_name
         texts = (state.phase, state.segment, state.url)
-        numbers = (state.supervisor_pid, state.supervisor_start_time, state.started_unix_ns)
+        numbers = (state.supervisor_pid, state.supervisor_start_time, state.started_unix_ns, *state.gave_up.values())
         if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
             return None
         return state if state.name == name else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, PdctlError):
         return None
+
+
+def is_cluster_directory(path: Path) -> bool:
+    """Whether it holds nothing but what a supervisor makes: only such a directory may be emptied unasked."""
+    try:
+        found = [entry.name for entry in path.iterdir()]
+    except OSError:
+        return False
+    ours = re.compile(r"lock|control|bell-\d+|(state|spec)\.json|\.(state|spec)\.json\.\d+")
+    return "lock" in found and all(ours.fullmatch(name) for name in found)
 
 
 def list_clusters(state_dir: Path) -> list[str]:
@@ -268,23 +293,25 @@ def running(state_dir: Path, name: str) -> ClusterState:
         NotFoundError: there is none, or it died (the message says which).
     """
     check_cluster(name)
-    up, down = command("up", name), command("down", name)
+    up, down = command("up", name, state_dir), command("down", name, state_dir)
     if not is_locked(state_dir, name):
         if was_left(state_dir, name):
             raise NotFoundError(f"cluster {name!r}: crashed (its supervisor is gone)", hint=f"{down}; {up}")
         raise NotFoundError(f"cluster {name!r}: not running", hint=up)
     state = read_state(state_dir, name)
     if state is None:
-        raise NotFoundError(f"cluster {name!r}: is just starting or stopping", hint=command("status", name))
+        raise NotFoundError(
+            f"cluster {name!r}: is just starting or stopping", hint=command("status", name, state_dir)
+        )
     return state
 
 
 def was_left(state_dir: Path, name: str) -> bool:
     """Whether a cluster that does not run left anything but logs."""
-    return cluster_dir(state_dir, name).exists() or any(not _has_supervisor(one) for one in segments_of(name))
+    return cluster_dir(state_dir, name).exists() or any(not has_supervisor(one) for one in segments_of(name))
 
 
-def _has_supervisor(segment: SegmentName) -> bool:
+def has_supervisor(segment: SegmentName) -> bool:
     """Whether a segment belongs to a cluster that runs: this name is in use in another state directory."""
     try:
         snapshot = take_snapshot(segment)
@@ -302,19 +329,20 @@ def refuse_if_running(state_dir: Path, name: str) -> None:
     if supervisor is not None:
         supervisor.close()
         if supervisor.pid == state.supervisor_pid:
-            raise already_running(state, name)
+            raise already_running(state_dir, name, state)
 
 
-def already_running(state: ClusterState | None, name: str) -> AlreadyRunningError:
+def already_running(state_dir: Path, name: str, state: ClusterState | None) -> AlreadyRunningError:
+    status = command("status", name, state_dir)
     if state is None:
-        return AlreadyRunningError(f"cluster {name!r}: already starting or stopping", hint=command("status", name))
+        return AlreadyRunningError(f"cluster {name!r}: already starting or stopping", hint=status)
     return AlreadyRunningError(
         f"cluster {name!r}: already {state.phase} at {state.url} (supervisor {state.supervisor_pid})",
-        hint=f"{command('status', name)}, or {command('down', name)}",
+        hint=f"{status}, or {command('down', name, state_dir)}",
     )
 
 
-def remove_stale(name: str, *, wait_s: float = 5.0) -> list[SegmentName]:
+def remove_stale(state_dir: Path, name: str, *, wait_s: float = 5.0) -> list[SegmentName]:
     """Unlink the segments that dead supervisors of this name left. Call with the cluster's lock held.
 
     Their daemons are killed by the kernel when the supervisor dies; give the last of them a moment.
@@ -324,14 +352,14 @@ def remove_stale(name: str, *, wait_s: float = 5.0) -> list[SegmentName]:
     """
     removed, deadline = [], time.monotonic() + wait_s
     for segment in segments_of(name):
-        while not _has_supervisor(segment):
+        while not has_supervisor(segment):
             if unlink_if_orphaned(segment):
                 removed.append(segment)
                 break
             if time.monotonic() > deadline:
                 raise AlreadyRunningError(
                     f"segment {segment}: a process of an earlier cluster still holds it",
-                    hint=command("status", name),
+                    hint=command("status", name, state_dir),
                 )
             time.sleep(0.02)
     return removed
@@ -350,6 +378,6 @@ def tidy(state_dir: Path, name: str) -> list[SegmentName] | None:
     if not lock.acquire(0):
         return None
     try:
-        return remove_stale(name)
+        return remove_stale(state_dir, name)
     finally:
         lock.release(remove=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdctl.core.numerics import numerics
 from pdctl.transport.errors import IncompatibleError, UsageError
-from pdctl.transport.layout import DType, Geometry
+from pdctl.transport.layout import DType, Geometry, VerifyKv
 from pdctl.transport.names import check_cluster, check_socket_room
 from pdctl.transport.segment import Expected
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16")
+VERIFY_KV = tuple(mode.name.lower() for mode in VerifyKv)
 MAX_DAEMONS = 16
 DEFAULT_KV_GIB = 1.0
 DEFAULT_MAX_CONTEXT = 8192
@@ -46,6 +47,7 @@ class ClusterSpec:
         local_prefill_tokens: uncached prompt tokens that a decode daemon computes itself; 0: none.
         chunk_tokens: prompt tokens of one prefill forward.
         max_batch: rows that one decode daemon runs at once.
+        verify_kv: off, recompute or fail: see `VerifyKv`.
         max_queue: requests that may wait for a daemon; 0: none, all daemons busy is a refusal.
     """
 
@@ -73,12 +75,14 @@ class ClusterSpec:
     local_prefill_tokens: int = 32
     chunk_tokens: int = 256
     max_batch: int = 32
+    verify_kv: str = "off"
     max_queue: int = DEFAULT_MAX_QUEUE
 
     def __post_init__(self) -> None:
         check_cluster(self.name)
         check_socket_room(self.state_dir, self.name)
         _check_choice("--dtype", self.dtype, DTYPES)
+        _check_choice("--verify-kv", self.verify_kv, VERIFY_KV)
         _check_choice("--block-size", self.block_tokens, BLOCK_SIZES)
         _check_range("--port", self.port, 0, 65535)
         _check_range("--prefill", self.num_prefill, 1, MAX_DAEMONS)

@@ -43,9 +43,10 @@ _PREFILL_NICENESS = 5
 class Daemon:
     """One daemon process, from attach to the last step."""
 
-    def __init__(self, spec: ClusterSpec, segment_name: SegmentName, role: Role, model: Model) -> None:
+    def __init__(self, spec: ClusterSpec, segment_name: SegmentName, role: Role, index: int, model: Model) -> None:
         self._role = role
         self._stopping = False
+        self._drained = False
         torch.set_num_threads(spec.threads_prefill if role is Role.PREFILL else spec.threads_decode)
         if role is Role.PREFILL:
             os.nice(_PREFILL_NICENESS)
@@ -53,6 +54,7 @@ class Daemon:
         self._segment = Segment.open(segment_name, expected=spec.expected)
         self._me = self._segment.attach(role)
         self._bell = Bell(cluster_dir(spec.state_dir, spec.name), self._me.slot)
+        self._me.put(P.INDEX, index)
         self._me.put(P.THREADS, torch.get_num_threads())
         self._pages = map_pages(self._segment)
         self._model = model
@@ -65,7 +67,9 @@ class Daemon:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=self._populate, name="populate", daemon=True).start()
+        began_ns = time.monotonic_ns()
         exact = numerics_hold(self._model)
+        self._note_step(began_ns)
         self._me.put(P.BIT_EXACT, 1 + exact)
         if not exact:
             _log.warning("numerics: batch size or chunking changes bits here; answers are exact up to ties")
@@ -76,9 +80,15 @@ class Daemon:
         _log.info("ready: slot %d, %s, bit-exact %s", self._me.slot, self._model.numerics.label, exact)
         collected = True
         while not self._stopping and not self._segment.is_closed():
+            self._me.add(P.PROGRESS, 1)
             # Drain before the scan: a bell rung during it must wake us.
             self._bell.drain()
+            if self._follow_drain_wish():
+                self._bell.wait(_SCAN_S)
+                continue
+            began_ns = time.monotonic_ns()
             if self._engine.step():
+                self._note_step(began_ns)
                 collected = False
                 continue
             if self._bell.wait(_SCAN_S):
@@ -91,6 +101,24 @@ class Daemon:
         self._segment.detach(self._me)
         self._bell.close()
         _log.info("stopped")
+
+    def _note_step(self, began_ns: int) -> None:
+        """How long a step may take is measured by those before it."""
+        took_ns = time.monotonic_ns() - began_ns
+        if took_ns > self._me.get(P.LONGEST_STEP_NS):
+            self._me.put(P.LONGEST_STEP_NS, took_ns)
+
+    def _follow_drain_wish(self) -> bool:
+        """Whether we are to stand idle. Our rows are put back, for our peers, before we say that we do."""
+        wished = bool(self._me.get(P.DRAIN))
+        if wished != self._drained:
+            self._drained = wished
+            if wished:
+                self._engine.release()
+            self._me.put(P.STATE, ParticipantState.DRAINED if wished else ParticipantState.READY)
+            self._ring(Role.SUPERVISOR)
+            _log.info("drained: stands idle" if wished else "serves again")
+        return wished
 
     def _stop(self, *_: Any) -> None:
         self._stopping = True
@@ -164,7 +192,7 @@ def serve(spec: ClusterSpec, segment_name: SegmentName, role: Role, index: int, 
     """The life of a forked daemon, up to its exit code."""
     logs.setup(log_dir(spec.state_dir, spec.name), f"{role.label}-{index}")
     set_process_name(f"pdctl-{role.label}-{index}")
-    Daemon(spec, segment_name, role, model).run()
+    Daemon(spec, segment_name, role, index, model).run()
 
 
 def main() -> None:

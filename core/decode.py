@@ -65,7 +65,6 @@ class DecodeEngine:
         if not running:
             return look_again
         self._advance(running)
-        self._me.add(P.PROGRESS, 1)
         return True
 
     def release(self) -> None:
@@ -100,7 +99,7 @@ class DecodeEngine:
 
     def _peer_with_less_to_do(self, row: int) -> int | None:
         """Who should rather claim `row`, and has had no time to do so yet."""
-        if time.monotonic_ns() - self._rows.get(row, R.T_READY) > _COURTESY_NS:
+        if time.monotonic_ns() - self._rows.get(row, R.T_STATE) > _COURTESY_NS:
             return None
         peer = self._segment.least_loaded(Role.DECODE, but=self._me.slot)
         if peer is None or self._segment.participant_word(peer, P.LOAD) >= len(self._batch):

@@ -171,7 +171,6 @@ class PrefillEngine:
         self._tokens_per_s += _BELIEVED * (len(tokens) * 1e9 / took_ns - self._tokens_per_s)
         self._me.add(P.PREFILL_TOKENS, len(tokens))
         self._me.add(P.STEPS, 1)
-        self._me.add(P.PROGRESS, 1)
         self._me.add(P.BUSY_NS, took_ns)
 
     # --- letting go ----------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ def _prctl(option: int, value: int | bytes) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Be killed when the parent dies; exit at once if it already has.
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Be killed (or sent another signal) when the parent dies; exit at once if it already has.
 
     The signal is tied to the parent's thread that made us: parents start children from their main thread.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:
         sys.exit(f"parent {parent_pid} is gone")
 

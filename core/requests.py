@@ -80,8 +80,8 @@ class RowStats:
         first_token_ms: from the request's arrival to its first token.
         cached_tokens, prefill_tokens, local_tokens: prompt tokens taken from the cache, computed by prefill
             daemons, and computed by decode daemons.
-        adoptions, preemptions: how often another daemon went on with it, or it lost its blocks. After either,
-            only first_token_ms is a single time; the others are None.
+        adoptions, preemptions: how often another daemon took it over after a death, or it lost its blocks. After
+            either, only first_token_ms is a single time; the others are None.
     """
 
     queue_ms: float | None

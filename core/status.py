@@ -18,7 +18,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
-from pdctl.core.cluster import ClusterState, is_locked, running
+from pdctl.core.cluster import ClusterState, command, is_locked, running
 from pdctl.core.numerics import numerics
 from pdctl.transport import lock as lock_module
 from pdctl.transport import recovery
@@ -33,6 +33,7 @@ from pdctl.transport.segment import (
     Role,
     Segment,
     Snapshot,
+    open_to_look,
     process_start_time,
     take_snapshot,
 )
@@ -40,6 +41,7 @@ from pdctl.transport.segment import (
 STATUS_SCHEMA = 1
 # The daemons' attention gathers a row's blocks with torch (attention.py).
 ATTENTION_PATH = "torch"
+DAEMON_ROLES = (Role.PREFILL.label, Role.DECODE.label)
 _ZYGOTE = "pdctl-zygote"
 _SNAPSHOT_TRIES = 5
 _SNAPSHOT_PAUSE_S = 0.05
@@ -53,6 +55,7 @@ class BlockKind(Enum):
     PRIVATE = "#"
     REUSABLE = "o"
     REFERENCED = "@"
+    BROKEN = "!"
     UNKNOWN = "?"
 
 
@@ -62,13 +65,15 @@ class ParticipantStatus:
 
     Attributes:
         slot: its place in the segment; None for the zygote, which has none.
-        state: starting, ready, stopping; stopped (by a signal); dead (its guard byte is not held).
+        name: as in commands and logs: decode-0, router.
+        state: starting, ready, drained, stopping; stopped (by a signal); dead (its guard byte is not held).
         num_rows: rows it works on now.
         bit_exact: what its probe at start found; None if there was none yet.
         private_bytes: memory that it shares with nobody; None if /proc does not say.
     """
 
     slot: int | None
+    name: str
     role: str
     pid: int
     alive: bool
@@ -105,6 +110,7 @@ class PoolStatus:
     num_referenced: int
     num_reusable: int
     num_free: int
+    num_broken: int
     num_unknown: int
     block_tokens: int
     block_bytes: int
@@ -124,6 +130,7 @@ class Counters:
     num_deaths: int
     num_repairs: int
     num_evictions: int
+    num_broken_blocks: int
     num_cached_tokens: int
     num_prompt_tokens: int
     num_lock_sections: int
@@ -294,12 +301,14 @@ class Verification:
 
     Attributes:
         problems: one a line, with the numbers; empty: clean.
+        num_sealed: blocks whose KV was compared with a checksum (see `up --verify-kv`).
         undone: operation that was cut off by a death and undone (in the copy) before the recount.
     """
 
     problems: tuple[str, ...]
     num_blocks: int
     num_rows: int
+    num_sealed: int
     undone: str | None
 
 
@@ -334,7 +343,8 @@ def find_segment(state_dir: Path, name: str) -> FoundSegment:
         )
     return FoundSegment(
         name=newest,
-        note=f"cluster {name!r} crashed: its supervisor is gone, this segment was left (pdctl down removes it){more}",
+        note=f"cluster {name!r} crashed: its supervisor is gone, this segment was left "
+        f"({command('down', name, state_dir)} removes it){more}",
     )
 
 
@@ -371,8 +381,8 @@ def look(name: SegmentName | Path) -> Snapshot:
     return snapshot
 
 
-def verify(snapshot: Snapshot) -> Verification:
-    """Recount everything in a snapshot.
+def verify(snapshot: Snapshot, target: SegmentName | Path) -> Verification:
+    """Recount everything in a snapshot, and compare sealed KV with its checksums where it lies.
 
     A section that a dead process left half done is first undone, in the copy only, as the next one to take
     the lock would do.
@@ -384,14 +394,29 @@ def verify(snapshot: Snapshot) -> Verification:
         try:
             undone = lock_module.repair(words, segment.layout).name
         except (CorruptSegmentError, ValueError, IndexError) as error:
-            return _verification(segment, [f"cannot undo the section that was cut off: {error}"], None)
+            return _verification(segment, [f"cannot undo the section that was cut off: {error}"], 0, None)
         segment = Segment(segment.mapping, segment.geometry, words)
-    return _verification(segment, recovery.verify(segment), undone)
+    num_sealed, broken = _verify_seals(target) if segment.pool.seals else (0, [])
+    return _verification(segment, recovery.verify(segment) + broken, num_sealed, undone)
 
 
-def _verification(segment: Segment, problems: list[str], undone: str | None) -> Verification:
+def _verify_seals(target: SegmentName | Path) -> tuple[int, list[str]]:
+    segment = open_to_look(target)
+    try:
+        return recovery.verify_seals(segment)
+    finally:
+        segment.close()
+
+
+def _verification(segment: Segment, problems: list[str], num_sealed: int, undone: str | None) -> Verification:
     g = segment.geometry
-    return Verification(problems=tuple(problems), num_blocks=g.num_blocks, num_rows=g.max_rows, undone=undone)
+    return Verification(
+        problems=tuple(problems),
+        num_blocks=g.num_blocks,
+        num_rows=g.max_rows,
+        num_sealed=num_sealed,
+        undone=undone,
+    )
 
 
 # --- a segment ---------------------------------------------------------------------------------------------
@@ -512,14 +537,15 @@ def _participant(snapshot: Snapshot, slot: int, *, foreign: bool) -> Participant
     # Another process may have got the PID of a dead one.
     visible = alive and not foreign and process_start_time(pid) == word(P.START_TIME)
     proc = _Proc.read(pid) if visible else None
-    state = _label(ParticipantState, word(P.STATE))
+    role, state = _label(Role, word(P.ROLE)), _label(ParticipantState, word(P.STATE))
     if not alive:
         state = "dead"
     elif proc is not None and proc.stopped:
         state = "stopped"
     return ParticipantStatus(
         slot=slot,
-        role=_label(Role, word(P.ROLE)),
+        name=f"{role}-{word(P.INDEX)}" if role in DAEMON_ROLES else role,
+        role=role,
         pid=pid,
         alive=alive,
         state=state,
@@ -603,6 +629,7 @@ def _block_kinds(segment: Segment) -> str:
     free, private = BlockKind.FREE.value, BlockKind.PRIVATE.value
     of = {BlockState.FREE: (free, free), BlockState.OWNED: (private, private)}
     of[BlockState.CACHED] = (BlockKind.REUSABLE.value, BlockKind.REFERENCED.value)
+    of[BlockState.BAD] = (BlockKind.BROKEN.value,) * 2
     kinds: dict[int, tuple[str, str]] = {int(state): pair for state, pair in of.items()}
     unknown = (BlockKind.UNKNOWN.value,) * 2
     return "".join(kinds.get(state, unknown)[count > 0] for state, count in zip(states, refs, strict=True))
@@ -618,6 +645,7 @@ def _pool(segment: Segment, kinds: str) -> PoolStatus:
         num_referenced=referenced,
         num_reusable=reusable,
         num_free=kinds.count(BlockKind.FREE.value),
+        num_broken=kinds.count(BlockKind.BROKEN.value),
         num_unknown=kinds.count(BlockKind.UNKNOWN.value),
         block_tokens=g.block_tokens,
         block_bytes=g.block_bytes,
@@ -636,6 +664,7 @@ def _counters(words: memoryview) -> Counters:
         num_deaths=words[H.DEATHS],
         num_repairs=words[H.REPAIRS],
         num_evictions=words[H.EVICTIONS],
+        num_broken_blocks=words[H.BAD_BLOCKS],
         num_cached_tokens=words[H.CACHED_TOKENS],
         num_prompt_tokens=words[H.PROMPT_TOKENS],
         num_lock_sections=words[H.LOCK_SECTIONS],
@@ -697,6 +726,7 @@ def _zygote(supervisor_pid: int) -> ParticipantStatus | None:
             continue
         return ParticipantStatus(
             slot=None,
+            name="zygote",
             role="zygote",
             pid=pid,
             alive=True,
@@ -778,7 +808,7 @@ def cluster_status_of(state: ClusterState, segment: SegmentStatus) -> ClusterSta
 
 
 def _all_bit_exact(participants: tuple[ParticipantStatus, ...]) -> bool | None:
-    found = [one.bit_exact for one in participants if one.alive and one.role in ("prefill", "decode")]
+    found = [one.bit_exact for one in participants if one.alive and one.role in DAEMON_ROLES]
     if False in found:
         return False
     return None if None in found or not found else True
@@ -797,11 +827,16 @@ def _causes(state: ClusterState, segment: SegmentStatus, supervisor_state: str) 
             f"(kill -CONT {state.supervisor_pid})"
         )
     if supervisor_state == "gone":
-        causes.append(f"the supervisor (pid {state.supervisor_pid}) is gone: pdctl down")
+        down = command("down", state.name, state.spec.state_dir)
+        causes.append(f"the supervisor (pid {state.supervisor_pid}) is gone: {down}")
+    for name, deaths in state.gave_up.items():
+        by_hand = command(f"restart {name}", state.name, state.spec.state_dir)
+        causes.append(f"{name} gave up after {deaths} deaths in a row; {by_hand}")
     for role, wanted in (("prefill", state.spec.num_prefill), ("decode", state.spec.num_decode), ("router", 1)):
         ours = [one for one in segment.participants if one.role == role]
         num_ready = sum(one.state == "ready" for one in ours)
-        if num_ready >= wanted:
+        # Somebody wanted a drained one to be idle; without any other, nobody works.
+        if num_ready and num_ready + sum(one.state == "drained" for one in ours) >= wanted:
             continue
         others = ", ".join(f"pid {one.pid} is {one.state}" for one in ours if one.state != "ready")
         count = f"no {role} is ready" if num_ready == 0 else f"{num_ready} of {wanted} {role} daemons are ready"

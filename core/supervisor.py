@@ -2,6 +2,7 @@
 
     lock -> stale leftovers away -> HTTP socket -> segment -> router, zygote -> daemons -> ready
     a death: pidfd readable -> repair and reap (rows to others) -> a new process in its place
+    a wish on the control socket: operations.py, resumed after every event
     SIGTERM: close the segment -> stop all -> unlink -> state away -> lock away
 
 Never touches KV and serves no HTTP; loads no torch. Its stdout is a stream of JSON events for `pdctl up`:
@@ -24,10 +25,11 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pdctl.core import logs
+from pdctl.core.child import MAX_QUICK_DEATHS, Child
 from pdctl.core.cluster import (
     ClusterLock,
     ClusterState,
@@ -42,7 +44,9 @@ from pdctl.core.cluster import (
     write_state,
 )
 from pdctl.core.config import ClusterSpec
+from pdctl.core.control import ControlClient, ControlServer
 from pdctl.core.numerics import environment, numerics
+from pdctl.core.operations import DAEMONS, Operations
 from pdctl.core.process import (
     ProcessHandle,
     become_subreaper,
@@ -50,46 +54,25 @@ from pdctl.core.process import (
     exit_text,
     set_process_name,
 )
+from pdctl.core.watchdog import Look, Watchdog, state_and_cpu_s
 from pdctl.transport.doorbell import Bell
-from pdctl.transport.errors import AlreadyRunningError, DeadlineError, PdctlError, UsageError
-from pdctl.transport.layout import P
+from pdctl.transport.errors import AlreadyRunningError, DeadlineError, NotFoundError, PdctlError, UsageError
+from pdctl.transport.layout import H, P, VerifyKv
 from pdctl.transport.mapping import unlink_if_orphaned
-from pdctl.transport.names import cluster_dir, log_dir, new_segment_name
+from pdctl.transport.names import cluster_dir, control_path, log_dir, new_segment_name
 from pdctl.transport.recovery import reap, sweep
 from pdctl.transport.segment import ParticipantState, Role, Segment, process_start_time
 
 _log = logging.getLogger("supervisor")
 _TICK_S = 1.0
+_LOCK_DEADLINE_S = 0.5
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STOPPING_WAIT_S = 20.0
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 10.0
-_LONGEST_BACKOFF_S = 30.0
-# Dying sooner than this after a start counts as a failure of the start.
-_STEADY_S = 10.0
-_MAX_QUICK_DEATHS = 8
+# For one process among others that go on: a chunk or step may be long, and nobody is in a hurry.
+_LEAVE_GRACE_S = 15.0
 _EXIT_CODES = range(UsageError.exit_code, AlreadyRunningError.exit_code + 1)
-
-
-@dataclass(kw_only=True)
-class _Child:
-    """A process that should run: the router, the zygote or a daemon.
-
-    Attributes:
-        handle: None while it is not running.
-        quick_deaths: deaths in a row soon after a start.
-        log_size: of its log file before this start: what it says about its death comes after.
-    """
-
-    name: str
-    role: Role | None
-    index: int = 0
-    handle: ProcessHandle | None = None
-    started: float = 0.0
-    start_at: float | None = 0.0
-    quick_deaths: int = 0
-    log_size: int = 0
-    ready: bool = False
-    popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +101,21 @@ class Supervisor:
         self._announced = False
         self._wire: socket.socket | None = None
         self._loaded = False
-        self._zygote = _Child(name="zygote", role=None)
-        self._router = _Child(name="router", role=Role.ROUTER)
+        self._zygote = Child(name="zygote", role=None)
+        self._router = Child(name="router", role=Role.ROUTER)
         self._daemons = [
-            _Child(name=f"{role.label}-{index}", role=role, index=index, start_at=None)
-            for role, number in ((Role.PREFILL, spec.num_prefill), (Role.DECODE, spec.num_decode))
+            _daemon(role, index)
+            for role, number in zip(DAEMONS, (spec.num_prefill, spec.num_decode), strict=True)
             for index in range(number)
         ]
+        self._operations = Operations(self)
+        self._watchdog = Watchdog()
+        self._judge_at = 0.0
         self._segment: Segment
         self._state: ClusterState
         self._listener: socket.socket
         self._bell: Bell
+        self._control: ControlServer
 
     # --- start ---------------------------------------------------------------------------------------------
 
@@ -160,11 +147,12 @@ class Supervisor:
             if self._lock.acquire(0.2):
                 return
             if self._stopping or time.monotonic() > deadline:
-                raise already_running(read_state(self._spec.state_dir, self._spec.name), self._spec.name)
+                directory, name = self._spec.state_dir, self._spec.name
+                raise already_running(directory, name, read_state(directory, name))
 
     def _open(self) -> None:
         spec = self._spec
-        removed = remove_stale(spec.name)
+        removed = remove_stale(spec.state_dir, spec.name)
         for name in removed:
             emit(event="stage", name="stale segment", state="done", detail=f"reclaimed {name}")
         self._listener = self._listen()
@@ -184,12 +172,19 @@ class Supervisor:
         )
         emit(event="stage", name="segment", state="start", detail=str(name))
         self._segment = Segment.create(
-            name, spec.geometry, fingerprint=spec.fingerprint, numerics_id=numerics(spec.dtype).id
+            name,
+            spec.geometry,
+            fingerprint=spec.fingerprint,
+            numerics_id=numerics(spec.dtype).id,
+            verify_kv=VerifyKv[spec.verify_kv.upper()],
         )
         try:
             self._me = self._segment.attach(Role.SUPERVISOR)
+            # The supervisor never waits long: whoever holds the lock too long is its to judge.
+            self._segment.lock.deadline_s = _LOCK_DEADLINE_S
             self._me.put(P.STATE, ParticipantState.READY)
             self._bell = Bell(self._directory, self._me.slot)
+            self._control = ControlServer(control_path(self._directory), self._selector, self._on_request)
             write_private(spec_path(spec.state_dir, spec.name), spec.to_json())
             write_state(self._state)
         except BaseException:
@@ -204,7 +199,8 @@ class Supervisor:
 
     def _listen(self) -> socket.socket:
         host, port = self._spec.host, self._spec.port
-        hint = f"{self._hint('up')} --port 0 (any free port)"
+        hint = f"{self.hint('up')} --port 0 (any free port)"
+        local = f"{self.hint('up')} --host 127.0.0.1"
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -212,12 +208,12 @@ class Supervisor:
             listener.bind(address)
             listener.listen(1024)
         except socket.gaierror as error:
-            raise UsageError(f"--host {host}: {error.strerror}", hint="pdctl up --host 127.0.0.1") from error
+            raise UsageError(f"--host {host}: {error.strerror}", hint=local) from error
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AlreadyRunningError(f"port {port} on {host}: {_port_holder(port)} has it", hint=hint) from error
             if error.errno == errno.EADDRNOTAVAIL:
-                hint = "pdctl up --host 127.0.0.1"
+                hint = local
             raise UsageError(f"--host {host} --port {port}: {error.strerror}", hint=hint) from error
         return listener
 
@@ -228,7 +224,12 @@ class Supervisor:
         self._selector.register(self._bell, selectors.EVENT_READ, self._bell.drain)
         while not self._stopping:
             self._start_due()
+            self._kill_overdue()
+            self._kill_hung()
             self._look_at_readiness()
+            self._wish_drains()
+            self._operations.advance()
+            self._control.expire()
             for key, _ in self._selector.select(self._pause()):
                 if not self._stopping:
                     key.data()
@@ -242,21 +243,23 @@ class Supervisor:
             emit(event="error", message=message, hint=None, exit_code=1)
 
     def _pause(self) -> float:
-        due = [child.start_at for child in self._children() if child.start_at is not None]
-        return max(0.0, min([_TICK_S, *(at - time.monotonic() for at in due)]))
+        due = [self._operations.next_deadline(), self._control.next_deadline()]
+        due += [at for child in self.children for at in (child.start_at, child.kill_at)]
+        return max(0.0, min([_TICK_S, *(at - time.monotonic() for at in due if at is not None)]))
 
-    def _children(self) -> list[_Child]:
+    @property
+    def children(self) -> list[Child]:
         return [self._zygote, self._router, *self._daemons]
 
     def _on_signal(self, *_: Any) -> None:
         self._stopping = True
 
     def _start_due(self) -> None:
-        for child in self._children():
+        for child in self.children:
             if child.handle is None and child.start_at is not None and child.start_at <= time.monotonic():
                 self._start(child)
 
-    def _start(self, child: _Child) -> None:
+    def _start(self, child: Child) -> None:
         child.start_at = None
         child.ready = False
         if child is self._zygote:
@@ -272,6 +275,7 @@ class Supervisor:
             request = {"fork": child.role.label, "index": child.index}
             with contextlib.suppress(OSError):  # the zygote's death is told by its pidfd
                 self._wire.send(json.dumps(request).encode())
+                child.asked = True
 
     def _start_zygote(self) -> None:
         emit(event="stage", name="weights", state="start")
@@ -283,7 +287,7 @@ class Supervisor:
         self._spawn(self._zygote, "pdctl.core.zygote", ["--fd", str(theirs.fileno())], (theirs.fileno(),))
         theirs.close()
 
-    def _spawn(self, child: _Child, module: str, arguments: list[str], fds: tuple[int, ...]) -> None:
+    def _spawn(self, child: Child, module: str, arguments: list[str], fds: tuple[int, ...]) -> None:
         spec = self._spec
         command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
         command += ["--spec", str(spec_path(spec.state_dir, spec.name)), "--segment", self._state.segment]
@@ -296,20 +300,22 @@ class Supervisor:
             )
         self._watch(child, child.popen.pid)
 
-    def _log_size(self, child: _Child) -> int:
+    def _log_size(self, child: Child) -> int:
         try:
             return (self._logs / f"{child.name}.log").stat().st_size
         except OSError:
             return 0
 
-    def _hint(self, verb: str) -> str:
-        return command(verb, self._spec.name)
+    def hint(self, verb: str) -> str:
+        return command(verb, self._spec.name, self._spec.state_dir)
 
-    def _watch(self, child: _Child, pid: int) -> None:
+    def _watch(self, child: Child, pid: int) -> None:
         handle = ProcessHandle(pid)
-        child.handle, child.started = handle, time.monotonic()
+        child.begin(handle)
         self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_death(child))
         _log.info("%s: started, pid %d", child.name, pid)
+        if not child.wanted:
+            self._end_in_order(child)
 
     def _hear_zygote(self, wire: socket.socket) -> None:
         while True:
@@ -325,6 +331,7 @@ class Supervisor:
                 if self._wire is wire:
                     self._wire = None
                     self._loaded = False
+                    self._forget_requests()
                 return
             told = json.loads(message)
             if "loading" in told:
@@ -334,7 +341,7 @@ class Supervisor:
                 self._zygote.ready = True
                 emit(event="stage", name="weights", state="done")
                 for child in self._daemons:
-                    if child.handle is None:
+                    if child.handle is None and not child.gave_up:
                         child.start_at = time.monotonic()
             elif "forked" in told:
                 for child in self._daemons:
@@ -344,27 +351,26 @@ class Supervisor:
                 _log.error("zygote: %s", told["error"])
                 if not self._announced:
                     raise PdctlError(
-                        f"loading {self._spec.model_path}: {told['error']}", hint=self._hint("logs zygote")
+                        f"loading {self._spec.model_path}: {told['error']}", hint=self.hint("logs zygote")
                     )
 
     def _look_at_readiness(self) -> None:
-        for child in self._children():
-            if child.ready or child.handle is None or child.role is None:
+        for child in self.children:
+            if child.ready or child.kill_at is not None or child.role is None:
                 continue
-            slot = self._slot_of(child)
-            if slot is not None and self._segment.participant_word(slot, P.STATE) == ParticipantState.READY:
+            if self._state_of(child) in (ParticipantState.READY, ParticipantState.DRAINED):
                 child.ready = True
                 seconds = time.monotonic() - child.started
                 _log.info("%s: ready after %.2f s", child.name, seconds)
                 emit(event="stage", name=child.name, state="done")
-        if not self._announced and all(child.ready for child in self._children()):
+        if not self._announced and all(child.ready for child in self.children):
             self._announced = True
             self._state = replace(self._state, phase="running")
             write_state(self._state)
             emit(event="ready", url=self._state.url)
             _silence_stdout()
 
-    def _slot_of(self, child: _Child) -> int | None:
+    def _slot_of(self, child: Child) -> int | None:
         if child.role is None or child.handle is None:
             return None
         for slot in self._segment.slots(child.role):
@@ -372,24 +378,162 @@ class Supervisor:
                 return slot
         return None
 
+    def _state_of(self, child: Child) -> int | None:
+        slot = self._slot_of(child)
+        return None if slot is None else self._segment.participant_word(slot, P.STATE)
+
+    # --- what operations do --------------------------------------------------------------------------------
+
+    def _on_request(self, client: ControlClient, request: dict[str, Any]) -> None:
+        if self._announced:
+            self._operations.ask(client, request)
+        else:
+            message, hint = f"cluster {self._spec.name!r}: is still starting", self.hint("status")
+            client.finish(error={"message": message, "hint": hint, "exit_code": NotFoundError.exit_code})
+
+    def resize(self, numbers: dict[Role, int]) -> None:
+        prefill, decode = (numbers.get(role, self._num_wanted(role)) for role in DAEMONS)
+        spec = replace(self._spec, num_prefill=prefill, num_decode=decode)
+        try:
+            write_private(spec_path(spec.state_dir, spec.name), spec.to_json())
+            write_state(replace(self._state, spec=spec))
+        except OSError as error:
+            raise PdctlError(f"state of cluster {spec.name!r}: {error}", hint=self.hint("status")) from error
+        self._spec, self._state = spec, replace(self._state, spec=spec)
+        for role, number in zip(DAEMONS, (prefill, decode), strict=True):
+            present = {child.index: child for child in self._daemons if child.role is role}
+            for index in range(number):
+                child = present.pop(index, None)
+                if child is None:
+                    self._daemons.append(_daemon(role, index, start_at=time.monotonic()))
+                else:
+                    child.wanted = True  # perhaps it is on its way out: another takes its place
+            for child in present.values():
+                child.wanted = False
+                self._end_in_order(child)
+        self._daemons.sort(key=lambda child: (child.role or 0, child.index))
+
+    def _num_wanted(self, role: Role) -> int:
+        return sum(child.role is role and child.wanted for child in self._daemons)
+
+    def replace(self, child: Child) -> None:
+        if child.handle is None and not child.asked:
+            child.start_afresh()
+            self._note_who_gave_up()
+        else:
+            self._end_in_order(child)
+
+    def is_drained(self, child: Child) -> bool:
+        return self._state_of(child) == ParticipantState.DRAINED
+
+    def _end_in_order(self, child: Child) -> None:
+        """Tell a process to end: a daemon puts its rows back first. Its pidfd tells the rest."""
+        if child.handle is not None:
+            child.ready = False
+            child.kill_at = child.kill_at or time.monotonic() + _LEAVE_GRACE_S
+            child.handle.send(signal.SIGTERM)
+            child.handle.send(signal.SIGCONT)  # a stopped one could not hear us
+        elif not child.asked:
+            self._daemons.remove(child)
+            self._note_who_gave_up()
+
+    def _kill_overdue(self) -> None:
+        for child in self.children:
+            if child.handle is not None and child.kill_at is not None and child.kill_at <= time.monotonic():
+                _log.warning("%s: did not stop in %.0f s, killed", child.name, _LEAVE_GRACE_S)
+                child.handle.send(signal.SIGKILL)
+                child.kill_at = float("inf")
+
+    def _kill_hung(self) -> None:
+        """Once a second: what is stopped or makes no progress is killed, and is dead only when its pidfd says so."""
+        now = time.monotonic()
+        if now < self._judge_at:
+            return
+        self._judge_at = now + _TICK_S
+        looks = [look for child in self.children if (look := self._look_at(child)) is not None]
+        verdicts = self._watchdog.judge(looks, now)
+        for child in self.children:
+            why = verdicts.get(child.name)
+            if why is not None and child.handle is not None and child.verdict is None:
+                _log.error("%s: hangs, killed: %s", child.name, why)
+                child.verdict = why
+                child.handle.send(signal.SIGKILL)
+
+    def _look_at(self, child: Child) -> Look | None:
+        if child.handle is None or (found := state_and_cpu_s(child.handle.pid, _TICKS_PER_S)) is None:
+            return None
+        pid, (state, cpu_s) = child.handle.pid, found
+        if child is self._zygote:
+            asked = any(daemon.asked for daemon in self._daemons)
+            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=0, owns_rows=asked)
+        slot, segment = self._slot_of(child), self._segment
+        if slot is None:
+            return None
+        holds_lock = segment.words[H.LOCK_PID] == pid
+        if child.role is Role.ROUTER:
+            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, holds_lock=holds_lock)
+        return Look(
+            name=child.name,
+            pid=pid,
+            state=state,
+            cpu_s=cpu_s,
+            progress=segment.participant_word(slot, P.PROGRESS),
+            owns_rows=bool(segment.rows.owned_by(slot, segment.participant_word(slot, P.INCARNATION))),
+            longest_step_s=segment.participant_word(slot, P.LONGEST_STEP_NS) / 1e9,
+            holds_lock=holds_lock,
+        )
+
+    def _wish_drains(self) -> None:
+        """Write into each daemon's place whether it is to stand idle; a new process of its name has a new place."""
+        for child in self._daemons:
+            slot = self._slot_of(child)
+            if slot is not None and self._segment.participant_word(slot, P.DRAIN) != child.drain:
+                self._segment.words[self._segment.layout.participant(slot) + P.DRAIN] = int(child.drain)
+                self._bell.ring(slot)
+
+    def _forget_requests(self) -> None:
+        """The zygote that was asked for daemons is gone; the next one is asked again."""
+        for child in [one for one in self._daemons if one.asked]:
+            child.asked = False
+            if not child.wanted:
+                self._daemons.remove(child)
+
+    def _note_who_gave_up(self) -> None:
+        """Into state.json, for `pdctl status`."""
+        gave_up = {child.name: child.quick_deaths for child in self.children if child.gave_up}
+        if gave_up != self._state.gave_up:
+            self._state = replace(self._state, gave_up=gave_up)
+            try:
+                write_state(self._state)
+            except OSError as error:
+                _log.error("state.json: %s", error)
+
     # --- death ---------------------------------------------------------------------------------------------
 
-    def _on_death(self, child: _Child) -> None:
+    def _on_death(self, child: Child) -> None:
         """Its pidfd is readable: it is gone, it stores nothing any more, its rows may be taken."""
         assert child.handle is not None
         status = _collect(child)
-        cause = f"{child.name} (pid {child.handle.pid}) ended: {exit_text(status)}"
+        who = f"{child.name} (pid {child.handle.pid})"
+        cause = f"{who} was killed: {child.verdict}" if child.verdict else f"{who} ended: {exit_text(status)}"
         slot = self._slot_of(child)
         self._selector.unregister(child.handle)
         child.handle.close()
-        child.handle = None
-        _log.warning("%s", cause)
+        _log.log(logging.WARNING if child.kill_at is None else logging.INFO, "%s", cause)
         if slot is not None:
             incarnation = self._segment.participant_word(slot, P.INCARNATION)
-            said = f"{cause}; {self._hint(f'logs {child.name}')}"
+            said = f"{cause}; {self.hint(f'logs {child.name}')}"
             self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said))
             self._recover()
-        self._plan_restart(child, cause, status)
+        was_ready = child.ready
+        child.end()
+        if not self._announced and not was_ready:
+            raise self._failed_start(child, cause, status)
+        if not child.wanted:
+            self._daemons.remove(child)
+        if child.gave_up:
+            _log.error("%s: died %d times in a row, not restarted", child.name, MAX_QUICK_DEATHS)
+        self._note_who_gave_up()
 
     def _recover(self) -> None:
         """Take the rows of the dead. While the lock does not come free, look again at the next tick."""
@@ -408,24 +552,15 @@ class Supervisor:
         except DeadlineError as error:
             _log.error("recovery waits: %s", error.message)
 
-    def _plan_restart(self, child: _Child, cause: str, status: int) -> None:
-        lived = time.monotonic() - child.started
-        child.quick_deaths = child.quick_deaths + 1 if lived < _STEADY_S else 0
-        if not self._announced and not child.ready:
-            reason = logs.last_error(self._logs, child.name, child.log_size)
-            said = f"; its last words: {reason}" if reason else ""
-            error = PdctlError(f"{cause}{said}", hint=self._hint(f"logs {child.name}"))
-            # A child that ended by an error of ours says which.
-            code = os.waitstatus_to_exitcode(status)
-            error.exit_code = code if code in _EXIT_CODES else error.exit_code
-            raise error
-        child.ready = False
-        if child.quick_deaths >= _MAX_QUICK_DEATHS:
-            _log.error("%s: died %d times in a row, not restarted", child.name, child.quick_deaths)
-            return
-        # The first restart is at once; a daemon that was well before is no suspect.
-        pause = 0.0 if child.quick_deaths <= 2 else min(_LONGEST_BACKOFF_S, 0.1 * 2**child.quick_deaths)
-        child.start_at = time.monotonic() + pause
+    def _failed_start(self, child: Child, cause: str, status: int) -> PdctlError:
+        """This death ends the start of the cluster."""
+        reason = logs.last_error(self._logs, child.name, child.log_size)
+        said = f"; its last words: {reason}" if reason else ""
+        error = PdctlError(f"{cause}{said}", hint=self.hint(f"logs {child.name}"))
+        # A child that ended by an error of ours says which.
+        code = os.waitstatus_to_exitcode(status)
+        error.exit_code = code if code in _EXIT_CODES else error.exit_code
+        return error
 
     # --- end -----------------------------------------------------------------------------------------------
 
@@ -434,9 +569,11 @@ class Supervisor:
         with contextlib.suppress(OSError):
             if self._lock.is_in_place():
                 write_state(replace(self._state, phase="stopping"))
+        self._operations.abandon(NotFoundError(f"cluster {self._spec.name!r}: is going down", hint=self.hint("up")))
+        self._control.close()
         self._segment.mark_closed()
         self._listener.close()
-        living = [child for child in self._children() if child.handle is not None]
+        living = [child for child in self.children if child.handle is not None]
         for child in living:
             assert child.handle is not None
             # The zygote and an unfinished start have nothing to put in order.
@@ -470,6 +607,10 @@ class Supervisor:
             time.sleep(0.01)
 
 
+def _daemon(role: Role, index: int, start_at: float | None = None) -> Child:
+    return Child(name=f"{role.label}-{index}", role=role, index=index, start_at=start_at)
+
+
 def _end_children() -> None:
     """Kill and collect what is still below us: daemons whose fork was not yet told, with those between."""
     import psutil
@@ -491,7 +632,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _collect(child: _Child) -> int:
+def _collect(child: Child) -> int:
     """Take the exit status of a process that is gone, so that no zombie stays."""
     assert child.handle is not None
     if child.popen is not None:
@@ -531,9 +672,11 @@ def emit(**event: Any) -> None:
 
 
 def _silence_stdout() -> None:
-    """`pdctl up` returns when our stdout closes."""
+    """`pdctl up` returns when our stdout closes; later events are told to nobody."""
     sys.stdout.flush()
-    os.dup2(2, 1)
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nobody, 1)
+    os.close(nobody)
 
 
 def main() -> None:
@@ -541,11 +684,14 @@ def main() -> None:
     os.umask(0o077)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if len(sys.argv) == 3 and sys.argv[1] == "--parent":
-        die_with_parent(int(sys.argv[2]))
+        # SIGTERM: we go down in order, and nothing is left.
+        die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     become_subreaper()
     set_process_name("pdctl-supervisor")
+    look = "pdctl logs supervisor"
     try:
         spec = ClusterSpec.from_json(sys.stdin.read())
+        look = command("logs supervisor", spec.name, spec.state_dir)
         directory = log_dir(spec.state_dir, spec.name)
         private_directory(spec.state_dir)
         private_directory(directory.parent)
@@ -564,7 +710,7 @@ def main() -> None:
         emit(
             event="error",
             message=f"{type(error).__name__}: {error}",
-            hint="pdctl logs supervisor",
+            hint=look,
             exit_code=1,
         )
         sys.exit(1)

@@ -144,14 +144,14 @@ class H(IntEnum):
 
 
 class P(IntEnum):
-    """Participant words. All but ROLE..INCARNATION are written by the participant alone."""
+    """Participant words. All but ROLE..INCARNATION and DRAIN, the supervisor's wish, are the participant's own."""
 
     ROLE = 0
     PID = 1
     START_TIME = 2
     INCARNATION = 3
     STATE = 4
-    PROGRESS = 5
+    PROGRESS = 5  # turns of its loop, with or without work
     LOAD = 6
     DRAIN = 7
     THREADS = 8
@@ -160,6 +160,8 @@ class P(IntEnum):
     ATTACHED_NS = 11
     WANTS_ROOM = 12  # order + 1 of a row that blocks are wanted for: ring when some come free
     WAITING = 13  # of a router: requests that wait for a row
+    INDEX = 14  # of its role: 0 for decode-0
+    LONGEST_STEP_NS = 15
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17

@@ -120,7 +120,11 @@ class NoFileLock:
 
 
 class MutationLock:
-    """One a process and segment. See the module's text for the protocol."""
+    """One a process and segment. See the module's text for the protocol.
+
+    Attributes:
+        deadline_s: how long a section waits for the lock if it does not say.
+    """
 
     def __init__(self, words: memoryview, layout: Layout, file_lock: FileLock | NoFileLock) -> None:
         self._words = words
@@ -129,10 +133,11 @@ class MutationLock:
         self._thread_lock = threading.Lock()
         self.slot = -1
         self.incarnation = 0
+        self.deadline_s = LOCK_DEADLINE_S
         self.on_acquired: Callable[[], None] | None = None
 
     @contextmanager
-    def section(self, op: Op, row: int = -1, *, deadline_s: float = LOCK_DEADLINE_S) -> Iterator[Section]:
+    def section(self, op: Op, row: int = -1, *, deadline_s: float | None = None) -> Iterator[Section]:
         """Run an operation that happens wholly or not at all.
 
         An exception leaves the intent standing: the next section, in whichever process, undoes it first.
@@ -141,7 +146,7 @@ class MutationLock:
         Raises:
             DeadlineError: the lock did not come free; names who holds it.
         """
-        self._acquire(deadline_s)
+        self._acquire(self.deadline_s if deadline_s is None else deadline_s)
         try:
             if self.on_acquired is not None:
                 self.on_acquired()

@@ -66,11 +66,16 @@ def parse_segment_name(text: str) -> SegmentName | None:
     return SegmentName(uid=int(found[1]), cluster=found[2], nonce=found[3])
 
 
-def segments_of(cluster: str, uid: int | None = None) -> list[SegmentName]:
-    """All segments of a cluster that lie in /dev/shm, whoever left them there."""
+def all_segments(uid: int | None = None) -> list[SegmentName]:
+    """All segments of a user (default: this one) that lie in /dev/shm, in use or not."""
     uid = os.getuid() if uid is None else uid
     names = (parse_segment_name(entry.name) for entry in SHM_DIR.iterdir())
-    return [name for name in names if name is not None and name.uid == uid and name.cluster == cluster]
+    return [name for name in names if name is not None and name.uid == uid]
+
+
+def segments_of(cluster: str, uid: int | None = None) -> list[SegmentName]:
+    """All segments of a cluster that lie in /dev/shm, whoever left them there."""
+    return [name for name in all_segments(uid) if name.cluster == cluster]
 
 
 def default_state_dir() -> Path:
@@ -94,9 +99,14 @@ def bell_path(run_dir: Path, slot: int) -> Path:
     return run_dir / f"bell-{slot}"
 
 
+def control_path(run_dir: Path) -> Path:
+    return run_dir / "control"
+
+
 def check_socket_room(state_dir: Path, cluster: str) -> None:
     """Raise UsageError if a socket of this cluster would not fit in a socket address."""
-    longest = os.fsencode(bell_path(cluster_dir(state_dir, cluster), 999))
+    run_dir = cluster_dir(state_dir, cluster)
+    longest = max((os.fsencode(path) for path in (bell_path(run_dir, 999), control_path(run_dir))), key=len)
     if len(longest) > MAX_SOCKET_PATH_BYTES:
         raise UsageError(
             f"state directory {state_dir}: its sockets' paths would be {len(longest)} bytes long, "

@@ -126,8 +126,8 @@ _STAMP = {
     RowState.CANCELLED: R.T_FINISHED,
     RowState.FAILED: R.T_FINISHED,
 }
-# Between chunks a row may go back into the queue and be claimed again: its waiting ends with the first claim.
-_FIRST_ENTRY = frozenset({R.T_QUEUED, R.T_PREFILLING})
+# A row may be put back and claimed again, between chunks or by a daemon that is drained: a phase begins once.
+_FIRST_ENTRY = frozenset({R.T_QUEUED, R.T_PREFILLING, R.T_READY, R.T_DECODING})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -559,6 +559,7 @@ class Rows:
             return None
         num_tokens = self.count_tokens(row)
         held = words[base + R.NUM_BLOCKS], words[base + R.NUM_PUBLISHED]
+        is_first = not words[base + R.T_DECODING]
         matched = self._match(row, num_tokens)
         if self._pool.seals:
             if words[base + R.ADOPTIONS] and self._refuse_if_broken(row, generation, actor):
@@ -580,6 +581,7 @@ class Rows:
             fresh = held[0] == 0
             if actor is Actor.DECODE and fresh and local_prefill_tokens is not None and not little:
                 self._release_blocks(section, row)
+                section.set(base + R.T_READY, 0)
                 self._move(section, row, RowState.QUEUED, actor)
                 return None
             self._count_prompt(section, row, num_tokens, cached, fresh)
@@ -604,7 +606,7 @@ class Rows:
                 kv_len=min(words[base + _KV_LEN], num_tokens - 1),
                 cached_tokens=cached,
             )
-        if claimed is not None and actor is Actor.DECODE:
+        if claimed is not None and actor is Actor.DECODE and is_first:
             # The stamp of a claim is when it was over: hand-over times include the whole section.
             words[base + R.T_DECODING] = time.monotonic_ns()
         return claimed
@@ -792,8 +794,6 @@ class Rows:
     def put_back(self, row: int, actor: Actor) -> None:
         """An owner lets a row go, with its tokens and blocks, for another to go on with."""
         self._uncharge(row)
-        if actor is Actor.DECODE:
-            self._words[self._layout.row(row) + R.ADOPTIONS] += 1
         self._move_own(row, RowState.QUEUED if actor is Actor.PREFILL else RowState.READY, actor)
 
     def _uncharge(self, row: int) -> None:

@@ -39,6 +39,8 @@ class ParticipantState(IntEnum):
     STARTING = 0
     READY = 1
     STOPPING = 2
+    # Asked to stand idle (P.DRAIN), and its rows are put back.
+    DRAINED = 3
 
 
 _CLAIMS = {
@@ -288,6 +290,16 @@ def take_snapshot(name: SegmentName | Path) -> Snapshot:
         return Snapshot(segment=Segment(mapping, geometry, words), torn=torn, held=held, taken_ns=time.monotonic_ns())
     finally:
         mapping.close()
+
+
+def open_to_look(name: SegmentName | Path) -> Segment:
+    """Map a segment, or a file that once was one, for reading alone; the caller closes it.
+
+    Raises:
+        NotFoundError, CorruptSegmentError, IncompatibleError: as for attaching.
+    """
+    mapping, geometry = _mapping.open_segment(name, writable=False)
+    return Segment(mapping, geometry)
 
 
 def process_start_time(pid: int) -> int | None:

@@ -84,6 +84,17 @@ def test_names_of_clusters_are_completed(cluster: Cluster) -> None:
     assert complete("pdctl status --name zzz", PDCTL_STATE_DIR=state_dir) == []
 
 
+@needs_the_script
+def test_names_of_processes_are_completed(cluster: Cluster) -> None:
+    cluster.run(cluster.state(num_decode=2))
+    state_dir = str(cluster.state_dir)
+    ask = f"pdctl restart --name {cluster.name} --state-dir {state_dir} "
+    assert complete(ask) == ["router", "prefill-0", "decode-0", "decode-1"]
+    assert complete(f"pdctl drain --name {cluster.name} dec", PDCTL_STATE_DIR=state_dir) == ["decode-0", "decode-1"]
+    assert complete("pdctl drain --name nobody dec", PDCTL_STATE_DIR=state_dir) == []
+    assert complete("pdctl scale pre", PDCTL_STATE_DIR=state_dir) == ["prefill="]
+
+
 def test_completing_names_loads_little(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pdctl.cli.options import complete_cluster\ncomplete_cluster('')\n"

@@ -63,6 +63,11 @@ def _run(arguments: list[str], state_dir: Path, **env: str) -> tuple[int, set[st
         (["logs"], 3, "no logs"),
         (["down"], 0, "nothing running"),
         (["generate", "hello"], 3, "not running"),
+        (["scale", "decode=2"], 3, "not running"),
+        (["drain", "decode-0"], 3, "not running"),
+        (["restart"], 3, "not running"),
+        (["ls"], 0, ""),
+        (["gc", "--dry-run"], 0, ""),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

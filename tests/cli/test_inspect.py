@@ -102,7 +102,7 @@ def test_the_dead_are_named(cluster: Cluster) -> None:
     text = rendered(segment_view(segment_of(cluster), WIDTH, "today"))
     assert f"dead {cluster.dead_pid}" in text
     assert "3 decode" in text
-    assert re.search(rf"4 +decode +{cluster.dead_pid} +dead", text)
+    assert re.search(rf"4 +decode-1 +{cluster.dead_pid} +dead", text)
 
 
 def test_a_wide_terminal_shows_the_phases(cluster: Cluster) -> None:
@@ -150,7 +150,7 @@ def test_a_character_for_several_blocks_shows_the_most_frequent_kind() -> None:
 
 
 def _pool(**changes: int) -> PoolStatus:
-    names = "num_private num_cached num_referenced num_reusable num_free num_unknown"
+    names = "num_private num_cached num_referenced num_reusable num_free num_broken num_unknown"
     values = dict.fromkeys(names.split(), 0)
     return PoolStatus(
         **{**values, "num_blocks": 1000, "block_tokens": 16, "block_bytes": 64, "token_bytes": 4, **changes}

@@ -29,10 +29,11 @@ WATCHDOG_S = 30
 class Member:
     """A participant with an open file of its own, as another process would have."""
 
-    def __init__(self, world: BusyCluster, role: Role) -> None:
+    def __init__(self, world: BusyCluster, role: Role, index: int = 0) -> None:
         self.segment = Segment.open(world.segment_name)
         self.rows = self.segment.rows
         self.me = self.segment.attach(role)
+        self.me.put(P.INDEX, index)
         self.me.put(P.STATE, ParticipantState.READY)
         self.me.put(P.THREADS, 2)
         self.me.put(P.BIT_EXACT, 2)
@@ -143,7 +144,7 @@ class BusyCluster:
 
     def die_after(self, work: Callable[[Member], object]) -> int:
         """A decode daemon in a process of its own that is killed after `work`; returns its PID."""
-        pid = self.child(lambda: work(Member(self, Role.DECODE)))
+        pid = self.child(lambda: work(Member(self, Role.DECODE, 1)))
         os.kill(pid, signal.SIGKILL)
         self._children.remove(pid)
         os.waitpid(pid, 0)

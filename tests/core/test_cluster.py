@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pdctl.core import cluster as clusters
 from pdctl.core.cluster import ClusterState, private_directory, read_state, write_state
 from pdctl.core.config import ClusterSpec
+from pdctl.transport.errors import UsageError
 
 
 @pytest.fixture
@@ -55,7 +57,9 @@ def test_what_was_written_is_read(state: ClusterState) -> None:
         ("supervisor_pid", True),
         ("segment", "../x"),
         ("name", "other"),
-        ("schema", 2),
+        ("schema", 1),
+        ("gave_up", []),
+        ("gave_up", {"decode-0": "8"}),
         ("spec", {}),
         ("more", 1),
     ],
@@ -65,3 +69,23 @@ def test_a_field_of_another_kind_is_no_state(state: ClusterState, field: str, va
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, field: value}))
     assert read_state(state.spec.state_dir, "one") is None
+
+
+def test_a_hint_names_what_the_shell_would_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state directory only if it is not the default one, in a form that a shell reads back."""
+    odd = tmp_path / "a b"
+    assert clusters.command("status", "default", odd) == f"pdctl status --state-dir '{odd}'"
+    assert clusters.command("drain --undo decode-0", "two", odd) == (
+        f"pdctl drain --undo decode-0 --name two --state-dir '{odd}'"
+    )
+    monkeypatch.setenv("PDCTL_STATE_DIR", str(odd))
+    assert clusters.command("status", "default", odd) == "pdctl status"
+    assert clusters.command("status", "two", odd) == "pdctl status --name two"
+
+
+def test_a_directory_that_all_share_is_not_made_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(UsageError, match="shared by all users"):
+        private_directory(tmp_path)
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
+    tmp_path.chmod(0o700)

@@ -280,6 +280,37 @@ def test_a_dead_daemons_rows_go_on_elsewhere(model: Model, tiny_dir: Path, role:
     assert cluster.take(row, generation, len(prompt)) == expected
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_released_rows_go_on_with_a_peer_as_they_are(model: Model, tiny_dir: Path, role: Role) -> None:
+    """Drain, scale down, restart: handed from peer to peer at every step, nothing computed twice."""
+    prompt = prompt_of(150, seed=9)
+    expected = Cluster(model, tiny_dir).ask(prompt, 30)
+    cluster = Cluster(model, tiny_dir)
+    peers = {
+        Role.PREFILL: [cluster.prefill, cluster.new_prefill()],
+        Role.DECODE: [cluster.decode, cluster.new_decode()],
+    }
+    row, generation = cluster.submit(prompt, 30)
+    rows, owners = cluster.segment.rows, set()
+    prefills = role is Role.PREFILL
+    held, left = (RowState.PREFILLING, RowState.QUEUED) if prefills else (RowState.DECODING, RowState.READY)
+    for turn in range(1000):
+        for each in Role.PREFILL, Role.DECODE:
+            engine = peers[each][turn % 2 if each is role else 0]
+            engine.step()
+            if each is role and rows.state(row) is held:
+                owners.add(rows.get(row, R.OWNER))
+                engine.release()
+                assert rows.state(row) is left
+        if cluster.done(row):
+            break
+    assert len(owners) == 2
+    assert verify(cluster.segment) == []
+    assert (rows.get(row, R.PREFILLED_TOKENS), rows.get(row, R.LOCAL_TOKENS)) == (149, 0)
+    assert (rows.get(row, R.ADOPTIONS), rows.get(row, R.PREEMPTIONS), rows.get(row, R.ATTEMPTS)) == (0, 0, 0)
+    assert cluster.take(row, generation, len(prompt)) == expected
+
+
 def test_a_predecessor_that_died_after_the_last_token(model: Model, tiny_dir: Path) -> None:
     cluster = Cluster(model, tiny_dir)
     prompt = prompt_of(20)

@@ -269,7 +269,7 @@ def test_a_row_that_is_left_to_a_peer_is_told_to_it_and_taken_in_the_end() -> No
     busy.step()
     assert busy._me.get(P.LOAD) == 1
     assert idle._me.slot in cluster.rung
-    cluster.rows.put(rows[1], R.T_READY, time.monotonic_ns() - 10**9)
+    cluster.rows.put(rows[1], R.T_STATE, time.monotonic_ns() - 10**9)
     busy.step()
     assert busy._me.get(P.LOAD) == 2
     cluster.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from pdctl.core import status as core_status
 from pdctl.core.status import SegmentStatus, cluster_status, cluster_status_of, describe, find_segment, look, to_dict
 from pdctl.transport.errors import CorruptSegmentError, IncompatibleError, NotFoundError
-from pdctl.transport.layout import LAYOUT_VERSION, WORD, B, H, P, R
+from pdctl.transport.layout import LAYOUT_VERSION, WORD, B, H, P, R, VerifyKv
 from pdctl.transport.lock import Op
 from pdctl.transport.rows import RowParams, RowState
 from pdctl.transport.segment import ParticipantState, Role, Segment
@@ -226,7 +227,7 @@ def test_what_is_no_segment_is_named(
 
 
 def test_a_sound_segment_verifies(cluster: Cluster) -> None:
-    checked = core_status.verify(look(cluster.segment_name))
+    checked = core_status.verify(look(cluster.segment_name), cluster.segment_name)
     assert checked.problems == ()
     assert (checked.num_blocks, checked.num_rows, checked.undone) == (32, 12, None)
 
@@ -234,8 +235,27 @@ def test_a_sound_segment_verifies(cluster: Cluster) -> None:
 def test_a_wrong_reference_count_is_found(cluster: Cluster) -> None:
     block = cluster.segment.rows.block_table(cluster.rows["ready"])[0]
     cluster.segment.words[cluster.segment.layout.block(block) + B.REFS] += 1
-    problems = core_status.verify(look(cluster.segment_name)).problems
+    problems = core_status.verify(look(cluster.segment_name), cluster.segment_name).problems
     assert problems == (f"block {block}: 2 references counted, 1 found",)
+
+
+def test_kv_that_is_not_what_was_sealed_is_found_where_it_lies(cluster: Cluster) -> None:
+    words = cluster.segment.words
+    words[H.VERIFY_KV] = VerifyKv.RECOMPUTE
+    row = cluster.ready(9, "req-sealed")
+    checked = core_status.verify(look(cluster.segment_name), cluster.segment_name)
+    assert (checked.problems, checked.num_sealed) == ((), 2)
+    block = cluster.segment.rows.block_table(row)[1]
+    words[cluster.segment.layout.kv_offset // 8 + block * cluster.geometry.block_bytes // 8] ^= 1
+    checked = core_status.verify(look(cluster.segment_name), cluster.segment_name)
+    assert checked.problems == (f"block {block}: its KV is not what was sealed (checksum)",)
+    # Whoever meets it condemns it, and everybody sees that.
+    cluster.router.rows.cancel(row, cluster.claim_generation(row))
+    again = cluster.submit(9, "req-again")
+    assert cluster.decode.claim(again).cached_tokens == 4
+    status = described(cluster)
+    assert (status.pool.num_broken, status.counters.num_broken_blocks) == (1, 1)
+    assert status.block_map.count("!") == 1 and status.block_map[block] == "!"
 
 
 def test_an_operation_cut_off_by_a_death_is_undone_in_the_copy(cluster: Cluster) -> None:
@@ -246,7 +266,7 @@ def test_an_operation_cut_off_by_a_death_is_undone_in_the_copy(cluster: Cluster)
     assert not status.section.holder_alive
     assert pid in [one.pid for one in status.participants]
     before = bytes(cluster.segment.words[: cluster.segment.layout.meta_words])
-    checked = core_status.verify(look(cluster.segment_name))
+    checked = core_status.verify(look(cluster.segment_name), cluster.segment_name)
     assert checked.problems == () and checked.undone == "GROW"
     assert bytes(cluster.segment.words[: cluster.segment.layout.meta_words]) == before
 
@@ -254,7 +274,7 @@ def test_an_operation_cut_off_by_a_death_is_undone_in_the_copy(cluster: Cluster)
 def test_a_journal_that_leads_nowhere_is_a_problem(cluster: Cluster) -> None:
     words = cluster.segment.words
     words[H.INTENT_OP], words[H.INTENT_COUNT], words[H.INTENT_INCARNATION] = Op.CLAIM, 1 << 50, 999
-    (problem,) = core_status.verify(look(cluster.segment_name)).problems
+    (problem,) = core_status.verify(look(cluster.segment_name), cluster.segment_name).problems
     assert "cannot undo" in problem
 
 
@@ -363,6 +383,28 @@ def test_causes(cluster: Cluster, changes: dict[str, Any], words: str) -> None:
     assert words in cause
 
 
+def test_a_drained_daemon_is_no_fault_unless_nobody_else_works(cluster: Cluster) -> None:
+    cluster.decode.me.put(P.STATE, ParticipantState.DRAINED)
+    (cause,) = cluster_status_of(cluster.state(), described(cluster)).causes
+    assert cause.startswith("no decode is ready") and f"pid {os.getpid()} is drained" in cause
+    other = type(cluster.decode)(cluster, Role.DECODE, 2)
+    try:
+        assert cluster_status_of(cluster.state(num_decode=2), described(cluster)).causes == ()
+        (cause,) = cluster_status_of(cluster.state(num_decode=3), described(cluster)).causes
+        assert cause.startswith("1 of 3 decode daemons are ready")
+        drained, ready = described(cluster).participants[3], described(cluster).participants[5]
+        assert [(one.name, one.state) for one in (drained, ready)] == [("decode-0", "drained"), ("decode-2", "ready")]
+    finally:
+        other.segment.close()
+
+
+def test_who_gave_up_is_named_with_what_to_do(cluster: Cluster) -> None:
+    state = dataclasses.replace(cluster.state(), gave_up={"prefill-1": 8})
+    (cause,) = cluster_status_of(state, described(cluster)).causes
+    place = f"--name {cluster.name} --state-dir {cluster.state_dir}"
+    assert cause == f"prefill-1 gave up after 8 deaths in a row; pdctl restart prefill-1 {place}"
+
+
 def test_no_ready_prefill(cluster: Cluster) -> None:
     cluster.prefill.me.put(P.STATE, ParticipantState.STARTING)
     (cause,) = cluster_status_of(cluster.state(), described(cluster)).causes
@@ -377,17 +419,17 @@ ROW_KEYS = (
     "preempt_requested finish_reason error age_s queued_s prefill_s ready_s first_token_s"
 )
 PROCESS_KEYS = (
-    "slot role pid alive state incarnation num_threads num_rows num_claims num_prefill_tokens "
+    "slot name role pid alive state incarnation num_threads num_rows num_claims num_prefill_tokens "
     "num_decode_tokens num_local_prefill_tokens num_cached_tokens num_adopted_rows num_steps busy_s "
     "bit_exact draining private_bytes cpu_s"
 )
 POOL_KEYS = (
-    "num_blocks num_private num_cached num_referenced num_reusable num_free num_unknown block_tokens "
+    "num_blocks num_private num_cached num_referenced num_reusable num_free num_broken num_unknown block_tokens "
     "block_bytes token_bytes"
 )
 COUNTER_KEYS = (
     "num_requests num_finished num_failed num_cancelled num_preemptions num_adoptions num_deaths "
-    "num_repairs num_evictions num_cached_tokens num_prompt_tokens num_lock_sections num_rejected "
+    "num_repairs num_evictions num_broken_blocks num_cached_tokens num_prompt_tokens num_lock_sections num_rejected "
     "num_output_tokens"
 )
 SEGMENT_KEYS = (

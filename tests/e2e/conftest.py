@@ -20,7 +20,7 @@ from pdctl.core import cluster as _cluster
 from pdctl.transport.names import segments_of
 from pdctl.transport.segment import Role, take_snapshot
 
-CLI = [sys.executable, "-m", "pdctl.cli.main"]
+CLI = [sys.executable, "-m", "pdctl.cli"]
 UP_DEADLINE_S = 240
 
 

@@ -1,0 +1,24 @@
+"""`pdctl ls`: which clusters there are."""
+
+from __future__ import annotations
+
+from pdctl.cli.options import JsonOption, StateDirOption, state_dir_of
+from pdctl.cli.output import print_json, remark, stdout_console
+
+
+def ls(state_dir: StateDirOption = None, as_json: JsonOption = False) -> None:
+    """List this user's clusters: running, crashed, and those of other state directories (foreign)."""
+    import dataclasses
+
+    from pdctl.core.survey import survey
+
+    directory = state_dir_of(state_dir)
+    found = survey(directory)
+    if as_json:
+        print_json({"schema": 1, "clusters": [dataclasses.asdict(one) for one in found]})
+    elif found:
+        from pdctl.cli.tables import clusters_view
+
+        stdout_console().print(clusters_view(found))
+    else:
+        remark(f"no clusters in {directory}, and no segments of yours")

@@ -1,0 +1,121 @@
+"""Who hangs: a process that is stopped, or that makes no progress although it could.
+
+Judged once a second from what the kernel and the segment say. A daemon counts its turns, also while it waits for
+work or room; so it hangs if it owns rows, and for a long time makes no turn, by its own CPU time (it spins) or by
+the time it was seen neither running nor ready to run (it is blocked). A process that is ready to run and gets no
+core is starved, not dead: a chunk beside busy neighbours may take a hundred times as long. Whoever judges late was
+starved or paused itself, and judges nobody.
+
+Decides only; supervisor.py looks and kills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+STOPPED_S = 2.0
+CPU_S = 30.0
+BLOCKED_S = 120.0
+# A step may take so many times as long as the longest that this daemon has made, the probe at its start included.
+_STEPS = 10
+# Looks that are further apart say nothing.
+LATE_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A process now.
+
+    Attributes:
+        name: of the child.
+        pid: tells it from a later one of the same name.
+        state: as in /proc/PID/stat: R (runs, or could), S, D, T, t, Z.
+        cpu_s: CPU time that it has had.
+        progress: turns counted; None: of a process that counts none.
+        owns_rows: whether anybody waits for it.
+        longest_step_s: the longest turn that it has made so far.
+        holds_lock: whether it is in a section of the segment.
+    """
+
+    name: str
+    pid: int
+    state: str
+    cpu_s: float
+    progress: int | None = None
+    owns_rows: bool = False
+    longest_step_s: float = 0.0
+    holds_lock: bool = False
+
+
+@dataclass
+class _Known:
+    """Since when nothing changed; CPU and blocked time since the last turn."""
+
+    pid: int
+    progress: int | None
+    cpu_s: float
+    blocked_s: float = 0.0
+    stopped_s: float = 0.0
+
+
+class Watchdog:
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._last_s: float | None = None
+
+    def judge(self, looks: list[Look], now_s: float) -> dict[str, str]:
+        """Names of processes that hang, and why, in words that go on after "was killed: ".
+
+        Args:
+            now_s: monotonic; to be called about once a second.
+        """
+        elapsed_s = LATE_S if self._last_s is None else now_s - self._last_s
+        self._last_s = now_s
+        if elapsed_s >= LATE_S:
+            self._known.clear()
+            elapsed_s = 0.0
+        verdicts = {}
+        for look in looks:
+            known = self._known.get(look.name)
+            moved = known is None or known.pid != look.pid or known.progress != look.progress
+            if known is None or moved or not look.owns_rows:
+                stopped_s = known.stopped_s if known is not None and known.pid == look.pid else 0.0
+                known = _Known(look.pid, look.progress, look.cpu_s, stopped_s=stopped_s)
+                self._known[look.name] = known
+            known.stopped_s = known.stopped_s + elapsed_s if look.state in "Tt" else 0.0
+            if look.state in "SD":
+                known.blocked_s += elapsed_s
+            if (why := _verdict(look, known)) is not None:
+                verdicts[look.name] = why
+        return verdicts
+
+
+def _verdict(look: Look, known: _Known) -> str | None:
+    if known.stopped_s >= STOPPED_S and (look.progress is not None or look.holds_lock):
+        return f"stopped for {known.stopped_s:.0f} s" + (" inside a section" if look.holds_lock else "")
+    if look.progress is None or not look.owns_rows:
+        return None
+    spent_s, allowed_s = look.cpu_s - known.cpu_s, max(CPU_S, _STEPS * look.longest_step_s)
+    if spent_s >= allowed_s:
+        return f"no progress in {spent_s:.0f} s of its own CPU time ({allowed_s:.0f} s are allowed)"
+    allowed_s = max(BLOCKED_S, _STEPS * look.longest_step_s)
+    if known.blocked_s >= allowed_s:
+        return f"no progress, and blocked for {known.blocked_s:.0f} s ({allowed_s:.0f} s are allowed)"
+    return None
+
+
+def state_and_cpu_s(pid: int, ticks_per_s: int) -> tuple[str, float] | None:
+    """State and CPU time from /proc; None if the process is gone. A process with a thread that could run is R."""
+    try:
+        fields = _stat(Path(f"/proc/{pid}"))
+        state, cpu_s = fields[0], (int(fields[11]) + int(fields[12])) / ticks_per_s
+        if state in "SD" and any(_stat(thread)[0] == "R" for thread in Path(f"/proc/{pid}/task").iterdir()):
+            state = "R"
+        return state, cpu_s
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _stat(directory: Path) -> list[str]:
+    return (directory / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
