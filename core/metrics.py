@@ -121,12 +121,14 @@ class SegmentCollector(Collector):
     def _requests(self) -> Iterator[Metric]:
         words = self._segment.words
         outcomes = {"finished": H.FINISHED, "failed": H.FAILED, "cancelled": H.CANCELLED, "rejected": H.REJECTED}
-        requests = CounterMetricFamily("pdctl_requests", "Requests (prompts) by how they ended.", labels=["outcome"])
+        requests = CounterMetricFamily(
+            "pdctl_requests", "Answers by how they ended; rejected: requests that got 429.", labels=["outcome"]
+        )
         for outcome, word in outcomes.items():
             requests.add_metric([outcome], words[word])
         yield requests
         for name, what, word in (
-            ("prompt_tokens", "Prompt tokens of requests that a daemon has begun.", H.PROMPT_TOKENS),
+            ("prompt_tokens", "Prompt tokens of answers that a daemon has begun.", H.PROMPT_TOKENS),
             ("prefix_cache_hit_tokens", "Those of them that came from the cache.", H.CACHED_TOKENS),
             ("preemptions", "Rows that lost their blocks for want of room.", H.PREEMPTIONS),
             ("adoptions", "Rows that went on with another daemon after a death.", H.ADOPTIONS),

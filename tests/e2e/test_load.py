@@ -12,6 +12,7 @@ import random
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -224,6 +225,38 @@ def test_lists_of_prompts_keep_their_order_every_time(cluster: Any, tiny_dir: Pa
         assert [choice["index"] for choice in choices] == list(range(5))
         assert [choice["text"] for choice in choices] == [choice["text"] for choice in alone]
         assert [choice["token_ids"] for choice in choices] == [choice["token_ids"] for choice in alone]
+
+
+def test_counters_add_up_with_usages(cluster: Any) -> None:
+    """`/metrics` over real daemons that share prefixes."""
+
+    def scrape() -> dict[str, float]:
+        with urllib.request.urlopen(cluster.state.url + "/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = scrape()
+    stems = [tokens_of(300, seed=at) for at in (61, 62)]
+    prompts = [stems[at % 2] + tokens_of(5 + at, seed=63) for at in range(40)]
+    with ThreadPoolExecutor(20) as pool:
+        usages = [answer["usage"] for answer in pool.map(lambda prompt: cluster.complete(prompt, 20), prompts)]
+    after = scrape()
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert cached > 0
+    assert grown["pdctl_prefix_cache_hit_tokens_total"] == cached
+    assert grown["pdctl_prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert grown["pdctl_generation_tokens_total"] == 40 * 20
+    assert grown['pdctl_requests_total{outcome="finished"}'] == 40
+    assert grown["pdctl_time_to_first_token_seconds_count"] == 40
+    kinds = dict.fromkeys(("prefill", "local_prefill", "decode"), 0.0)
+    for name, value in grown.items():
+        if name.startswith("pdctl_daemon_tokens_total"):
+            kinds[name.split('kind="')[1].split('"')[0]] += value
+    assert kinds["decode"] == 40 * 20
+    # What was not cached was computed by somebody, but for every prompt's last token, which decode samples from.
+    uncached = sum(usage["prompt_tokens"] for usage in usages) - cached - 40
+    assert kinds["prefill"] + kinds["local_prefill"] == uncached
 
 
 def test_greedy_and_sampled_in_one_batch(cluster: Any) -> None:

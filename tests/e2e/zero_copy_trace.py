@@ -1,7 +1,7 @@
-"""One side of a hand-over, traced: `python zero_copy_trace.py prefill|decode|copying MODEL SEGMENT`.
+"""One side of two hand-overs, traced: `python zero_copy_trace.py prefill|decode MODEL SEGMENT`.
 
-Prints JSON: bytes that torch allocated, peak of Python's own allocations, and page faults, between the two ends
-of the trace. `copying` is `decode` with one deliberate copy of the row's blocks: the control.
+Prints a line of JSON for row 0 and one for row 1: bytes that torch allocated, peak of Python's own allocations, and
+page faults, between the two ends of the trace. For row 1 decode makes one deliberate copy of its blocks: the control.
 """
 
 from __future__ import annotations
@@ -87,34 +87,41 @@ def main(side: str, spec_path: str, segment_name: str) -> None:
     if side == "prefill":
         engine = PrefillEngine(segment, me, model, spec, lambda _: None)
         real = model.forward
+        now = [0]
 
         def forward(tokens: Any, runs: Any, logit_rows: Any) -> Any:
             out = real(tokens, runs, logit_rows)
-            if runs[0].start + runs[0].length == rows.get(0, R.NUM_PROMPT) - 1:
+            if runs[0].start + runs[0].length == rows.get(now[0], R.NUM_PROMPT) - 1:
                 trace.start()
             return out
 
         model.forward = forward  # type: ignore[method-assign]
         print("attached", flush=True)
-        until(lambda: engine.step() and rows.state(0) is RowState.READY)
-        trace.stop()
+        for row in range(2):
+            now[0] = row
+            until(lambda row=row: engine.step() and rows.state(row) is RowState.READY)
+            trace.stop()
+            print(json.dumps(trace.result), flush=True)
     else:
         decode = DecodeEngine(segment, me, model, spec, lambda _: None)
+        copied: list[int] = []
         for runs in (attention._DecodeRuns, attention._Chunk):
             real_attend = runs.attend
 
             def attend(self: Any, keys: Any, values: Any, query: Any, scale: Any, _real: Any = real_attend) -> Any:
-                if side == "copying":
-                    pages[torch.tensor(rows.block_table(0))].clone()
+                if copied:
+                    pages[torch.tensor(rows.block_table(copied[0]))].clone()
                 trace.stop()
                 return _real(self, keys, values, query, scale)
 
             runs.attend = attend  # type: ignore[method-assign]
         print("attached", flush=True)
-        until(lambda: rows.state(0) is RowState.READY)
-        trace.start()
-        until(lambda: decode.step() and rows.state(0) is RowState.FINISHED)
-    print(json.dumps(trace.result), flush=True)
+        for row in range(2):
+            until(lambda row=row: rows.state(row) is RowState.READY)
+            copied += [row] * row
+            trace.start()
+            until(lambda row=row: decode.step() and rows.state(row) is RowState.FINISHED)
+            print(json.dumps(trace.result), flush=True)
 
 
 def until(condition: Any) -> None:
