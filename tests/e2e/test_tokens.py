@@ -273,6 +273,29 @@ def _kill_owner(cluster: Any, state: RowState) -> None:
 
 
 @pytest.mark.e2e
+def test_one_prefill_and_three_decode_answer_the_same(
+    two_of_each: Any, prompts: list[list[int]], served: list[dict[str, Any]]
+) -> None:
+    """Scaled while it runs: cold, cached, cached among others, greedy and sampled in one batch."""
+    scaled = two_of_each.cli("scale", "prefill=1", "decode=3")
+    assert scaled.code == 0, scaled.err
+    cold = range(len(EDGES) + 20, len(prompts))
+    sampled = {"temperature": 0.9, "seed": 3, "top_k": 40}
+    with ThreadPoolExecutor(12) as pool:
+        first = list(pool.map(lambda index: two_of_each.complete(prompts[index], NEW_TOKENS), cold))
+        alone = two_of_each.ids(prompts[12], NEW_TOKENS, **sampled)
+        again = [pool.submit(two_of_each.complete, prompts[index], NEW_TOKENS) for index in (*cold, *range(8, 11))]
+        mixed = [pool.submit(two_of_each.ids, prompts[12], NEW_TOKENS, **sampled) for _ in range(2)]
+    assert [_ids(answer) for answer in first] == [_ids(served[index]) for index in cold]
+    assert [_ids(one.result()) for one in again] == [_ids(served[index]) for index in (*cold, *range(8, 11))]
+    assert [one.result() for one in mixed] == [alone, alone]
+    decoders = {one.result()["timings"]["decode_slot"] for one in again}
+    decoders |= {answer["timings"]["decode_slot"] for answer in first}
+    assert decoders == {slot for slot, _ in two_of_each.slots(Role.DECODE)}
+    assert len(decoders) == 3
+
+
+@pytest.mark.e2e
 def test_a_killed_prefill_is_taken_up_where_it_was(float32_cluster: Any, prompts: list[list[int]]) -> None:
     """Its row goes on from the last committed chunk; what was computed is not computed again."""
     prompt = [(31 * position + 17) % 40000 + 100 for position in range(700)]

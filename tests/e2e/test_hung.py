@@ -1,0 +1,123 @@
+"""Processes that hang: told from slow ones, killed, and nobody's answer is another for it (S35)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdctl.core.status import ClusterStatus, cluster_status
+from pdctl.transport.layout import H, P, R
+from pdctl.transport.recovery import verify
+from pdctl.transport.rows import RowState
+from pdctl.transport.segment import Role, Segment, take_snapshot
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def cluster(start_shared: Any, tiny_dir: Path) -> Any:
+    return start_shared(
+        "--model", str(tiny_dir), "--dtype", "float32", "--kv-blocks", "512", "--max-context", "2048",
+        "--chunk-tokens", "16", "--local-prefill-tokens", "0", "--decode", "2", "--threads", "1",
+    )  # fmt: skip
+
+
+def tokens_of(length: int, seed: int) -> list[int]:
+    source = random.Random(1000 * seed + length)
+    return [source.randrange(3, 259) for _ in range(length)]
+
+
+def status_of(cluster: Any) -> ClusterStatus:
+    return cluster_status(cluster.state_dir, cluster.name)
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.005)
+    raise AssertionError(f"{what}: not in {timeout_s} s")
+
+
+def owner_of(cluster: Any, state: RowState) -> int | None:
+    """The PID of a daemon that owns a row in this state now."""
+    segment = take_snapshot(cluster.state.segment_name).segment
+    rows = segment.rows.in_state(state)
+    return segment.participant_word(segment.rows.get(rows[0], R.OWNER) - 1, P.PID) if rows else None
+
+
+@pytest.mark.parametrize("state", [RowState.DECODING, RowState.PREFILLING])
+def test_a_stopped_daemons_rows_go_on_elsewhere(cluster: Any, state: RowState) -> None:
+    length = 1500 if state is RowState.PREFILLING else 20
+    prompts = [tokens_of(length, seed) for seed in range(3)]
+    alone = [cluster.ids(prompt, 200, temperature=0.8, seed=5) for prompt in prompts]
+    fresh = [tokens_of(length, seed) for seed in range(10, 13)]
+    with ThreadPoolExecutor(6) as pool:
+        waiting = [pool.submit(cluster.ids, prompt, 200, temperature=0.8, seed=5) for prompt in prompts]
+        others = [pool.submit(cluster.complete, prompt, 40) for prompt in fresh]
+        pid = wait_for(lambda: owner_of(cluster, state), f"a row in {state.name}")
+        os.kill(pid, signal.SIGSTOP)
+        named = wait_for(lambda: [one for one in status_of(cluster).processes if one.pid == pid], "its place")
+        assert named[0].state in ("stopped", "dead")
+        assert [one.result(60) for one in waiting] == alone
+        assert all(len(one.result(60)["choices"][0]["token_ids"]) == 40 for one in others)
+    wait_for(
+        lambda: pid not in [pid for role in (Role.PREFILL, Role.DECODE) for _, pid in cluster.slots(role)], "end"
+    )
+    wait_for(lambda: cluster.get("/health/ready") == 200, "its successor")
+    assert "killed: stopped for" in cluster.cli("logs", "supervisor").out
+    assert verify(take_snapshot(cluster.state.segment_name).segment) == []
+
+
+def test_a_stopped_daemon_with_nothing_to_do_is_replaced(cluster: Any) -> None:
+    _, pid = cluster.slots(Role.DECODE)[0]
+    os.kill(pid, signal.SIGSTOP)
+    prompts = [tokens_of(30, seed) for seed in range(20, 24)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: cluster.complete(prompt, 20), prompts))
+    assert all(len(answer["choices"][0]["token_ids"]) == 20 for answer in answers)
+    wait_for(lambda: pid not in [other for _, other in cluster.slots(Role.DECODE)], "its end")
+    wait_for(lambda: len(cluster.slots(Role.DECODE)) == 2, "its successor")
+
+
+def test_a_stopped_holder_of_the_lock_is_killed(cluster: Any) -> None:
+    """Its word in the header says that it is inside a section; nobody else can be, so nobody else writes it."""
+    wait_for(lambda: cluster.get("/health/ready") == 200, "readiness")
+    pid = cluster.pid(Role.ROUTER)
+    os.kill(pid, signal.SIGSTOP)
+    segment = Segment.open(cluster.state.segment_name)
+    try:
+        deadline = time.monotonic() + 60
+        while cluster.slots(Role.ROUTER) and cluster.pid(Role.ROUTER) == pid:
+            segment.words[H.LOCK_PID] = pid  # daemons' sections clear it
+            assert time.monotonic() < deadline, "the router was not killed"
+            time.sleep(0.01)
+    finally:
+        segment.close()
+    wait_for(lambda: cluster.get("/health/ready") == 200, "another router", 60)
+    assert cluster.ids(tokens_of(9, 1), 3)
+    assert "inside a section" in cluster.cli("logs", "supervisor").out
+
+
+def test_a_stopped_router_is_left_alone(cluster: Any) -> None:
+    """It owns streams that its end would cut; `status` names it."""
+    pid = cluster.pid(Role.ROUTER)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(4)
+        assert cluster.pid(Role.ROUTER) == pid
+        states = {one.role: one.state for one in status_of(cluster).processes}
+        assert states["router"] == "stopped"
+        assert cluster.cli("status").code == 8
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert cluster.ids(tokens_of(9, 1), 3)
