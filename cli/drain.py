@@ -26,9 +26,7 @@ def drain(
         typer.Argument(help="prefill-0, decode-0, …", autocompletion=complete_process, show_default=False),
     ],
     undo: Annotated[bool, typer.Option("--undo", help="Let it serve again.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also the last one of its role: requests then wait.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also the last one of its role: nobody works then.")] = False,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,

@@ -202,7 +202,7 @@ def drain(fleet: Fleet, say: Say, child: Child, *, undo: bool, force: bool) -> S
     if not (undo or force or child.drain or others):
         role = child.role.label
         raise UsageError(
-            f"drain {child.name}: no other {role} daemon takes requests; they would wait until it serves again",
+            f"drain {child.name}: no other {role} daemon takes requests: nobody would work on them",
             hint=f"{fleet.hint(f'scale {role}={len(_wanted(fleet)[child.role]) + 1}')}, "
             f"or {fleet.hint(f'drain --force {child.name}')}",
         )
