@@ -59,11 +59,14 @@ class Readiness:
         return any(self._lives(slot) for slot in self._segment.slots(Role.SUPERVISOR))
 
     def ready_slots(self, role: Role) -> list[int]:
+        """Participants that take rows: ready, not to be drained, alive."""
         segment = self._segment
         return [
             slot
             for slot in segment.slots(role)
-            if segment.participant_word(slot, P.STATE) == ParticipantState.READY and self._lives(slot)
+            if segment.participant_word(slot, P.STATE) == ParticipantState.READY
+            and not segment.participant_word(slot, P.DRAIN)
+            and self._lives(slot)
         ]
 
     def _lives(self, slot: int) -> bool:

@@ -318,8 +318,8 @@ def test_a_role_that_lacks_is_told_after_a_moment(tmp_path: Path) -> None:
         assert readiness.absent() == ["decode"]
         world.decode.put(P.STATE, ParticipantState.READY)
         assert readiness.absent() == []
-        world.decode.put(P.STATE, ParticipantState.STARTING)
-        assert readiness.absent() == []
+        world.decode.put(P.DRAIN, 1)
+        assert (readiness.missing(), readiness.absent()) == (["decode"], [])
 
     play(tmp_path, scenario)
 
