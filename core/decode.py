@@ -253,20 +253,19 @@ class DecodeEngine:
         sampled: list[_Active] = []
         for active in running:
             end = min(active.num_tokens, active.kv_len + self._spec.chunk_tokens)
-            length = end - active.kv_len
             tokens += rows.tokens(active.row, active.kv_len, end)
-            runs.append(TokenRun(block_table=active.block_table, start=active.kv_len, length=length))
-            if length > 1:
-                local = length - (end == active.num_tokens)
-                rows.put(active.row, R.LOCAL_TOKENS, rows.get(active.row, R.LOCAL_TOKENS) + local)
-                self._me.add(P.LOCAL_PREFILL_TOKENS, local)
+            run = TokenRun(block_table=active.block_table, start=active.kv_len, length=end - active.kv_len)
+            runs.append(run)
             active.kv_len = end
             if end == active.num_tokens:
                 logit_rows.append(len(tokens) - 1)
                 sampled.append(active)
         logits = self._model.forward(tokens, runs, logit_rows)
-        for active in running:
+        for active, run in zip(running, runs, strict=True):
             rows.commit_kv(active.row, active.kv_len)
+            if local := run.length - (active.kv_len == active.num_tokens):
+                rows.put(active.row, R.LOCAL_TOKENS, rows.get(active.row, R.LOCAL_TOKENS) + local)
+                self._me.add(P.LOCAL_PREFILL_TOKENS, local)
         ended = []
         for index, active in enumerate(sampled):
             assert logits is not None

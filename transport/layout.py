@@ -35,7 +35,7 @@ from enum import IntEnum
 from functools import cached_property
 
 MAGIC = int.from_bytes(b"pdctlKV1", "little")
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 WORD = 8
 HUGE_PAGE_BYTES = 2 << 20
 
