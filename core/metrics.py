@@ -177,7 +177,7 @@ class SegmentCollector(Collector):
         yield blocks
 
     def _daemons(self, segment: Segment) -> Iterator[Metric]:
-        labels = ["role", "slot"]
+        labels = ["role", "index"]
         claims = CounterMetricFamily("pdctl_daemon_claims", "Rows that a daemon took.", labels=labels)
         steps = CounterMetricFamily("pdctl_daemon_steps", "Forwards that it ran.", labels=labels)
         tokens = CounterMetricFamily("pdctl_daemon_tokens", "Tokens that it computed.", labels=[*labels, "kind"])
@@ -186,8 +186,11 @@ class SegmentCollector(Collector):
         ready = GaugeMetricFamily("pdctl_daemon_ready", "Whether it takes rows.", labels=labels)
         for role in (Role.PREFILL, Role.DECODE):
             ready_slots = self._client.readiness.ready_slots(role)
-            for slot in segment.slots(role):
-                where = [role.label, str(slot)]
+            # Slots change with every restart, a name does not; of two of one name the later one lives.
+            slots = sorted(segment.slots(role), key=lambda slot: segment.participant_word(slot, P.INCARNATION))
+            named = {segment.participant_word(slot, P.INDEX): slot for slot in slots}
+            for index, slot in named.items():
+                where = [role.label, str(index)]
                 claims.add_metric(where, segment.participant_word(slot, P.CLAIMS))
                 steps.add_metric(where, segment.participant_word(slot, P.STEPS))
                 for kind, word in (

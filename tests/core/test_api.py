@@ -1133,13 +1133,12 @@ async def test_metrics_add_up_with_usage(world: World) -> None:
     assert sum(counted[f'pdctl_pool_blocks{{state="{state}"}}'] for state in POOL_STATES) == 40
     assert counted['pdctl_pool_blocks{state="evictable"}'] == world.segment.words[H.LRU_COUNT] > 0
     assert counted['pdctl_rows{state="free"}'] == 8
-    slot = world.engine.decode.slot
-    assert counted[f'pdctl_daemon_ready{{role="decode",slot="{slot}"}}'] == 1
+    assert counted['pdctl_daemon_ready{index="0",role="decode"}'] == 1
     world.engine.decode.put(P.STATE, ParticipantState.STOPPING)
     world.engine.decode.put(P.BUSY_NS, 1_500_000_000)
     counted = await world.metrics()
-    assert counted[f'pdctl_daemon_ready{{role="decode",slot="{slot}"}}'] == 0
-    assert counted[f'pdctl_daemon_busy_seconds_total{{role="decode",slot="{slot}"}}'] == 1.5
+    assert counted['pdctl_daemon_ready{index="0",role="decode"}'] == 0
+    assert counted['pdctl_daemon_busy_seconds_total{index="0",role="decode"}'] == 1.5
     assert not any("_created" in name for name in counted)
 
 
