@@ -85,6 +85,12 @@ def up(
             help="Seal KV blocks with checksums: off; recompute or fail what a dead daemon left broken.",
         ),
     ] = "off",
+    on_failure: Annotated[
+        str,
+        typer.Option(
+            "--on-failure", help="Requests of a daemon that dies: resume elsewhere, or fail with the cause."
+        ),
+    ] = "resume",
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, show the logs; Ctrl-C takes it down.")
     ] = False,
@@ -129,6 +135,7 @@ def up(
         max_batch=max_batch,
         max_queue=max_queue,
         verify_kv=verify_kv,
+        on_failure=on_failure,
         max_rows=config.rows_for(prefill, decode, max_batch),
     )
     if not segments_may_be_reclaimed(name):

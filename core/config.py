@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 DTYPES = ("float32", "bfloat16")
+ON_FAILURE = ("resume", "fail")
 VERIFY_KV = tuple(mode.name.lower() for mode in VerifyKv)
 MAX_DAEMONS = 16
 DEFAULT_KV_GIB = 1.0
@@ -48,6 +49,7 @@ class ClusterSpec:
         chunk_tokens: prompt tokens of one prefill forward.
         max_batch: rows that one decode daemon runs at once.
         verify_kv: off, recompute or fail: see `VerifyKv`.
+        on_failure: whether a dead daemon's requests resume elsewhere or fail with the cause.
         max_queue: requests that may wait for a daemon; 0: none, all daemons busy is a refusal.
     """
 
@@ -76,6 +78,7 @@ class ClusterSpec:
     chunk_tokens: int = 256
     max_batch: int = 32
     verify_kv: str = "off"
+    on_failure: str = "resume"
     max_queue: int = DEFAULT_MAX_QUEUE
 
     def __post_init__(self) -> None:
@@ -83,6 +86,7 @@ class ClusterSpec:
         check_socket_room(self.state_dir, self.name)
         _check_choice("--dtype", self.dtype, DTYPES)
         _check_choice("--verify-kv", self.verify_kv, VERIFY_KV)
+        _check_choice("--on-failure", self.on_failure, ON_FAILURE)
         _check_choice("--block-size", self.block_tokens, BLOCK_SIZES)
         _check_range("--port", self.port, 0, 65535)
         _check_range("--prefill", self.num_prefill, 1, MAX_DAEMONS)

@@ -540,11 +540,12 @@ class Supervisor:
         try:
             while self._dead:
                 dead = self._dead[0]
-                reaped = reap(self._segment, dead.slot, dead.incarnation, dead.cause)
+                resume = self._spec.on_failure == "resume"
+                reaped = reap(self._segment, dead.slot, dead.incarnation, dead.cause, resume=resume)
                 self._dead.pop(0)
                 _log.info("%s: slot %d reaped, rows to adopt %s", dead.name, dead.slot, list(reaped.adoptable))
                 if reaped.failed:
-                    _log.error("%s: rows %s failed after repeated deaths", dead.name, list(reaped.failed))
+                    _log.error("%s: rows %s failed with it", dead.name, list(reaped.failed))
                 for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
                     for other in self._segment.slots(role):
                         self._bell.ring(other)

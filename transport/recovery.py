@@ -25,13 +25,14 @@ class Reaped:
     cancelled: tuple[int, ...]
 
 
-def reap(segment: Segment, slot: int, incarnation: int, cause: str) -> Reaped:
+def reap(segment: Segment, slot: int, incarnation: int, cause: str, *, resume: bool = True) -> Reaped:
     """Take everything from a participant that is PROVEN dead, and free its slot.
 
     Stores into a mapping cannot be fenced: the caller has seen the process's pidfd become readable.
 
     Args:
         cause: what its rows fail with, if they must.
+        resume: whether they go on elsewhere; else all of them fail.
     """
     rows = segment.rows
     outcome: dict[RowState, list[int]] = {}
@@ -43,7 +44,7 @@ def reap(segment: Segment, slot: int, incarnation: int, cause: str) -> Reaped:
         section.add(H.DEATHS, 1)
     for row in rows.owned_by(slot, incarnation):
         with segment.lock.section(Op.REAP, row) as section:
-            outcome.setdefault(rows.reap_row(section, row, cause), []).append(row)
+            outcome.setdefault(rows.reap_row(section, row, cause, resume=resume), []).append(row)
     if role is Role.ROUTER:
         _reap_clients_rows(segment, slot, incarnation)
     with segment.lock.section(Op.REAP) as section:

@@ -864,8 +864,12 @@ class Rows:
         for name in (R.NUM_BLOCKS, R.NUM_PUBLISHED, R.LAST_HASH, R.KV_LEN):
             section.set(base + name, 0)
 
-    def reap_row(self, section: Section, row: int, cause: str) -> RowState:
+    def reap_row(self, section: Section, row: int, cause: str, *, resume: bool = True) -> RowState:
         """Take a row from an owner that is proven dead. Only the supervisor, inside its section.
+
+        Args:
+            cause: what it fails with, if it must.
+            resume: whether it may go on elsewhere.
 
         Returns:
             The row's new state.
@@ -884,6 +888,10 @@ class Rows:
         if words[base + _CANCEL]:
             self._end(section, row, RowState.CANCELLED, actor)
             return RowState.CANCELLED
+        if not resume:
+            self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, cause)
+            self._end(section, row, RowState.FAILED, actor)
+            return RowState.FAILED
         to = RowState.QUEUED if state is RowState.PREFILLING else RowState.READY
         section.add(base + R.ADOPTIONS, 1)
         section.add(H.ADOPTIONS, 1)

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from pdctl.core.client import Client
 from pdctl.core.status import ClusterStatus, cluster_status
+from pdctl.transport.errors import PdctlError
 from pdctl.transport.layout import H, P, R
 from pdctl.transport.recovery import verify
 from pdctl.transport.rows import RowState
@@ -121,3 +123,30 @@ def test_a_stopped_router_is_left_alone(cluster: Any) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert cluster.ids(tokens_of(9, 1), 3)
+
+
+def test_where_failures_are_not_resumed_the_client_hears_the_cause(start: Any, tiny_dir: Path) -> None:
+    """S44: an error event and the end of the stream, not silence and not a finish_reason."""
+    one = start(
+        "--model", str(tiny_dir), "--dtype", "float32", "--kv-blocks", "256", "--max-context", "2048",
+        "--on-failure", "fail",
+    )  # fmt: skip
+    body = {"prompt": tokens_of(9, 1), "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        generate = ("generate", "--raw", "--ignore-eos", "--max-tokens", "1500", "hello")
+        printed = pool.submit(one.cli, *generate)
+        events = iter(Client(one.state.url).stream("/v1/completions", body))
+        for _ in range(5):
+            _, event = next(events)
+            assert event["choices"][0]["finish_reason"] is None
+        wait_for(
+            lambda: len(take_snapshot(one.state.segment_name).segment.rows.in_state(RowState.DECODING)) == 2, "both"
+        )
+        pid = one.kill(Role.DECODE)
+        with pytest.raises(PdctlError, match=rf"decode-0 \(pid {pid}\) ended: signal SIGKILL") as error:
+            list(events)
+        result = printed.result(30)
+    assert "pdctl logs decode-0" in str(error.value)
+    assert result.code != 0 and f"decode-0 (pid {pid}) ended" in result.err
+    wait_for(lambda: one.get("/health/ready") == 200, "its successor")
+    assert one.ids(tokens_of(9, 1), 3)

@@ -220,3 +220,19 @@ def test_a_decoder_that_dies_before_its_first_commit_leaves_a_suspect(world: Any
     assert world.router.rows.state(claim.row) is S.DECODING
     world.decode.rows.put_back(claim.row, Actor.DECODE)
     world.run_to_end()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_where_nothing_is_resumed_the_deads_rows_fail_with_the_cause(world: Any, role: Role) -> None:
+    """And only those: what waits, and what others work on, goes on."""
+    others = world.decoding([2, 1, 0], 9), world.submit(PROMPT, 20)
+    row = world.submit([*PROMPT, 1], 20).row if role is Role.PREFILL else world.ready([*PROMPT, 2], 20).row
+    dead = world.join(role)
+    assert dead.claim(row) is not None
+    reaped = reap(world.supervisor.segment, dead.me.slot, dead.me.incarnation, "decode-1 ended", resume=False)
+    assert (reaped.failed, reaped.adoptable) == ((row,), ())
+    rows = world.router.rows
+    assert (rows.state(row), rows.error_text(row)) == (S.FAILED, "decode-1 ended")
+    assert [rows.state(claim.row) for claim in others] == [S.DECODING, S.QUEUED]
+    world.check()
+    world.run_to_end()
