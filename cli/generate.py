@@ -46,8 +46,9 @@ def generate(
     """Ask the model."""
     from pdctl.core.client import Client
     from pdctl.core.cluster import running
+    from pdctl.core.keys import given_key
 
-    url = running(state_dir_of(state_dir), name).url
+    state = running(state_dir_of(state_dir), name)
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             remark("reading the prompt from the terminal; end it with Ctrl-D")
@@ -81,7 +82,7 @@ def generate(
             "/v1/chat/completions",
             {**body, "messages": [*messages, {"role": "user", "content": prompt}]},
         )
-    client = Client(url)
+    client = Client(state.url, given_key(None) or state.spec.api_key)
     if as_json:
         print_json(client.post(path, body))
         return
