@@ -275,7 +275,6 @@ def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
 
 def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, foreground: bool) -> None:
     from pdctl.core import cluster
-    from pdctl.core.hosts import is_loopback
 
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -288,11 +287,8 @@ def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, f
             hint=cluster.command("logs supervisor", spec.name),
         )
     remark(f"up in {time.monotonic() - began:.1f} s: {url} serves {spec.model_name}")
-    if not is_loopback(spec.host) and spec.api_key is None:
-        remark(
-            f"warning: --host {spec.host} serves everybody who can reach this machine: "
-            "take --api-key-file or PDCTL_API_KEY, and TLS in front of it"
-        )
+    if (warning := exposure_of(spec)) is not None:
+        remark(warning)
     if not foreground:
         remark(f'  {cluster.command("generate", spec.name)} "What is the capital of France?"')
         return
@@ -302,6 +298,18 @@ def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, f
             f"cluster {spec.name!r}: its supervisor ended ({exit_words(process.returncode)})",
             hint=cluster.command("logs supervisor", spec.name),
         )
+
+
+def exposure_of(spec: ClusterSpec) -> str | None:
+    """What to warn of: a server that anybody may use who reaches this machine; None: nothing."""
+    from pdctl.core.hosts import is_loopback
+
+    if is_loopback(spec.host) or spec.api_key is not None:
+        return None
+    return (
+        f"warning: --host {spec.host} serves everybody who reaches this machine, without a key: "
+        "pdctl up --api-key-file FILE"
+    )
 
 
 def exit_words(code: int) -> str:
