@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from pdctl.cli import down, up
 from pdctl.cli.main import app
 from pdctl.core.cluster import ClusterLock, ClusterState, read_state, write_state
 from pdctl.core.config import ClusterSpec
-from pdctl.core.keys import ApiKey
 from pdctl.transport.errors import IncompatibleError, PdctlError, UsageError
 from pdctl.transport.names import new_segment_name, parse_segment_name
 from pdctl.transport.segment import Role, Segment
@@ -306,22 +304,3 @@ def test_a_log_level_that_is_none(tmp_path: Path) -> None:
         assert "working" in log and "Traceback" not in log
         assert ("expected DEBUG" in log) is (level not in ("", "debug"))
         (tmp_path / "router.log").unlink()
-
-
-@pytest.mark.parametrize(
-    ("host", "key", "warned"),
-    [
-        ("127.0.0.1", None, False),
-        ("localhost", None, False),
-        ("::1", None, False),
-        ("0.0.0.0", None, True),
-        ("::", None, True),
-        ("192.168.0.7", None, True),
-        ("llm.example", None, True),
-        ("0.0.0.0", ApiKey("key"), False),
-    ],
-)
-def test_who_serves_everybody_is_warned(host: str, key: ApiKey | None, warned: bool) -> None:
-    warning = up.exposure_of(replace(valid_state(Path("/tmp/s")).spec, host=host, api_key=key))
-    assert (warning is not None) is warned
-    assert warning is None or (f"--host {host}" in warning and "--api-key-file" in warning)

@@ -904,8 +904,11 @@ async def test_template_refuses_in_its_own_words(world: World) -> None:
 
 @in_world(template=False)
 async def test_no_template_no_chat_but_completions(world: World) -> None:
-    response = await world.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
-    assert "no chat template" in check_error(response, 400, "messages")["message"]
+    for stream in (False, True):
+        response = await world.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=stream
+        )
+        assert "no chat template" in check_error(response, 400, "messages")["message"]
     await world.complete(max_tokens=1)
 
 

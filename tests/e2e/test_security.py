@@ -133,3 +133,60 @@ def test_only_loopback_and_our_own_sockets_listen(cluster: Any) -> None:
         for one in process.net_connections("unix"):
             # Unnamed ones are pairs; an abstract name would be open to every user.
             assert not one.laddr or Path(one.laddr).parent == cluster.state_dir / cluster.name, one
+
+
+def test_bodies_that_are_none_cost_no_process(cluster: Any) -> None:
+    """S52, over the wire; each refusal: test_api.py."""
+    before = sorted(process.pid for process in processes(cluster))
+    port = int(cluster.state.url.rsplit(":", 1)[1])
+    bodies = [
+        b"{:",
+        b"",
+        '{"prompt": "你好"}'.encode("gbk"),
+        b'{"prompt": "\\ud800"}',
+        b"[]",
+        b"[" * 5000 + b"]" * 5000,
+    ]
+    bodies += [b'{"prompt": "' + b"x" * (10 << 20) + b'"}', b'{"prompt": "' + b"x" * (4 << 20) + b'"}', b"\0" * 100]
+    for body in bodies:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        assert speak(port, head.encode() + body).split()[1] in (b"400", b"413"), body[:40]
+    for garbage in (b"\x16\x03\x01" + bytes(100), b"GET /\r\n\r\n", b"X" * 40_000, bytes(range(256)) * 100):
+        assert speak(port, garbage).split()[1] in (b"400", b"431"), garbage[:40]
+    assert ask(cluster, "/v1/completions", body={"prompt": "x", "max_tokens": 1}, key=KEY) == 200
+    assert sorted(process.pid for process in processes(cluster)) == before
+
+
+def speak(port: int, data: bytes) -> bytes:
+    """Say bytes, and hear all that is answered before the end."""
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as client:
+        answer = b""
+        try:
+            client.sendall(data)
+            while part := client.recv(65536):
+                answer += part
+        except ConnectionError:  # refused before it had all been sent
+            answer = answer or client.recv(65536)
+        return answer
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--temperature", "nan"),
+        ("--temperature", "-1"),
+        ("--top-p", "inf"),
+        ("--max-tokens", "0"),
+        ("--max-tokens", "9" * 30),
+        ("--max-tokens", "1e3"),
+        ("--seed", "9" * 30),
+        ("--repetition-penalty", "0"),
+        ("--min-tokens", "-1"),
+        ("--stop", ""),
+    ],
+)
+def test_numbers_that_nobody_can_want(cluster: Any, arguments: tuple[str, ...]) -> None:
+    result = cluster.cli("generate", "x", *arguments)
+    assert result.code == 2 and result.out == ""
+    assert "Traceback" not in result.err and arguments[0].strip("-").replace("-", "_") in result.err.replace("-", "_")
