@@ -30,7 +30,7 @@ NAME = f"h{os.getpid()}-{secrets.token_hex(2)}"
 WATCHDOG_S = 60
 
 bounded = settings(
-    max_examples=15, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 HOSTILE_NUMBERS = [0, -1, 1, 1.5, 1e308, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**30, True]

@@ -24,7 +24,7 @@ from pdctl.transport.segment import Segment, take_snapshot
 
 Cluster = Any
 bounded = settings(
-    max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=35, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 words = st.one_of(
     st.sampled_from(

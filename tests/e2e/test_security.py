@@ -147,7 +147,7 @@ def test_bodies_that_are_none_cost_no_process(cluster: Any) -> None:
         b"[]",
         b"[" * 5000 + b"]" * 5000,
     ]
-    bodies += [b'{"prompt": "' + b"x" * (10 << 20) + b'"}', b'{"prompt": "' + b"x" * (4 << 20) + b'"}', b"\0" * 100]
+    bodies += [b'{"prompt": "' + b"x" * (10 << 20) + b'"}', b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"\0" * 100]
     for body in bodies:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
