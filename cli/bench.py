@@ -24,10 +24,15 @@ def bench(
 ) -> None:
     """Measure the running cluster: one request at a time, then several at once."""
     from pdctl.core import bench as measuring
+    from pdctl.core.client import Client
     from pdctl.core.cluster import command, running
+    from pdctl.core.keys import given_key
 
     directory = state_dir_of(state_dir)
     state = running(directory, name)
+    client = Client(
+        state.url, given_key(None) or state.spec.api_key, command=lambda verb: command(verb, name, directory)
+    )
     workload = measuring.Workload(
         num_requests=requests,
         prompt_tokens=prompt_tokens,
@@ -42,9 +47,9 @@ def bench(
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=stderr_console(), transient=True) as progress:
             task = progress.add_task("measuring", total=workload.num_requests * 2)
-            result = measuring.run(state.url, workload, lambda: progress.advance(task))
+            result = measuring.run(client, workload, lambda: progress.advance(task))
     else:
-        result = measuring.run(state.url, workload, lambda: None)
+        result = measuring.run(client, workload, lambda: None)
     if as_json:
         print_json(result.to_json())
     else:

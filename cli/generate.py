@@ -46,9 +46,10 @@ def generate(
     """Ask the model."""
     from pdctl.core.client import Client
     from pdctl.core.cluster import command, running
+    from pdctl.core.keys import given_key
 
     directory = state_dir_of(state_dir)
-    url = running(directory, name).url
+    state = running(directory, name)
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             remark("reading the prompt from the terminal; end it with Ctrl-D")
@@ -84,7 +85,8 @@ def generate(
             "/v1/chat/completions",
             {**body, "messages": [*messages, {"role": "user", "content": prompt}]},
         )
-    client = Client(url, command=lambda verb: command(verb, name, directory))
+    key = given_key(None) or state.spec.api_key
+    client = Client(state.url, key, command=lambda verb: command(verb, name, directory))
     if as_json:
         print_json(client.post(path, body))
         return

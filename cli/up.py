@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -91,6 +91,18 @@ def up(
             "--on-failure", help="Requests of a daemon that dies: resume elsewhere, or fail with the cause."
         ),
     ] = "resume",
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            help="File with the key that clients must send.",
+            show_default="PDCTL_API_KEY, else no key",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-host", help="A further name that clients may call this server by; repeatable."),
+    ] = None,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, show the logs; Ctrl-C takes it down.")
     ] = False,
@@ -102,7 +114,7 @@ def up(
     (exit code 0), a second one kills it (130); it does not outlive its terminal.
     """
     from pdctl.cli.models import pull_progress
-    from pdctl.core import cluster, config, models
+    from pdctl.core import cluster, config, hosts, keys, models
     from pdctl.transport.mapping import check_room
 
     directory = state_dir_of(state_dir)
@@ -111,6 +123,9 @@ def up(
         raise UsageError(f"--dtype {dtype}: expected one of auto, {', '.join(config.DTYPES)}")
     if kv_gib is not None and kv_blocks is not None:
         raise UsageError("--kv-gib and --kv-blocks: give one of them")
+    key = keys.given_key(api_key_file)
+    if api_key_file is not None and keys.others_can_read(api_key_file):
+        remark(f"warning: other users can read {api_key_file}: chmod 600 {api_key_file}")
     check_socket_room(directory, name)
     cluster.private_directory(directory)
     cluster.refuse_if_running(directory, name)
@@ -137,6 +152,8 @@ def up(
         verify_kv=verify_kv,
         on_failure=on_failure,
         max_rows=config.rows_for(prefill, decode, max_batch),
+        allowed_hosts=tuple(map(hosts.check_host_name, allowed_host or ())),
+        api_key=key,
     )
     if not segments_may_be_reclaimed(name):
         check_room(spec.geometry)
@@ -243,14 +260,24 @@ class _Signals:
 
 
 def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
+    from pdctl.core.keys import KEY_VARIABLE
+
     began = time.monotonic()
     command = [sys.executable, "-m", "pdctl.core.supervisor"]
     if foreground:
         command += ["--parent", str(os.getpid())]
     signals = _Signals()
+    # The key goes through the pipe, with the rest of the specification: no process needs it in its environment.
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     # A session of its own: a closed terminal does not reach it, its children share one scheduling group.
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd="/", text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        cwd="/",
+        text=True,
+        env=environment,
     )
     try:
         signals.raise_from_now_on()
@@ -287,8 +314,8 @@ def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, f
             hint=cluster.command("logs supervisor", spec.name, spec.state_dir),
         )
     remark(f"up in {time.monotonic() - began:.1f} s: {url} serves {spec.model_name}")
-    if not is_loopback(spec.host):
-        remark(f"warning: --host {spec.host} serves beyond this machine, without a key or encryption")
+    if (warning := exposure_of(spec)) is not None:
+        remark(warning)
     if not foreground:
         remark(f'  {cluster.command("generate", spec.name, spec.state_dir)} "What is the capital of France?"')
         return
@@ -329,11 +356,16 @@ def _attend(spec: ClusterSpec, process: subprocess.Popen[str], signals: _Signals
     remark(f"cluster {spec.name!r}: down")
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def exposure_of(spec: ClusterSpec) -> str | None:
+    """What to warn of: a server that anybody may use who reaches this machine; None: nothing."""
+    from pdctl.core.hosts import is_loopback
+
+    if is_loopback(spec.host) or spec.api_key is not None:
+        return None
+    return (
+        f"warning: --host {spec.host} serves everybody who reaches this machine, without a key: "
+        "pdctl up --api-key-file FILE"
+    )
 
 
 def exit_words(code: int) -> str:

@@ -14,20 +14,25 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from pdctl.core.api_errors import ApiError, encode, error_body, json_response
+from pdctl.core.gate import Gate
+from pdctl.core.hosts import Hosts
+from pdctl.core.keys import ApiKey
 from pdctl.core.logprobs import chat_logprobs, completion_logprobs
 from pdctl.core.metrics import Metrics
+from pdctl.core.openapi import document
 from pdctl.core.requests import (
     Choice,
     Delta,
@@ -44,6 +49,8 @@ from pdctl.transport.rows import RowParams, RowState, TokenLogprobs
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 << 20
+# Of all bodies that are on their way in at one time.
+MAX_BODIES_BYTES = 256 << 20
 MAX_PROMPTS = 1024
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
@@ -66,52 +73,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 _SEED_MASK = (1 << 64) - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 _T = TypeVar("_T")
-
-
-# --- errors ------------------------------------------------------------------------------------------------
-
-
-class ApiError(Exception):
-    """A refusal or failure as the client sees it."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-
-    def body(self) -> dict[str, object]:
-        return error_body(self.status, self.message, param=self.param, code=self.code)
-
-
-_ERROR_TYPES = {
-    404: "not_found_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
-
-
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(_encode(content), status, headers, media_type="application/json")
 
 
 # --- what clients may send ---------------------------------------------------------------------------------
@@ -183,7 +145,7 @@ def _check_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     found = []
     for token, bias in value.items():
         if not _TOKEN_ID.fullmatch(token):
-            raise _refuse(f"{_encode(token[:40])} is no token id")
+            raise _refuse(f"{encode(token[:40])} is no token id")
         numeric = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not (numeric and -MAX_LOGIT_BIAS_VALUE <= bias <= MAX_LOGIT_BIAS_VALUE):
             raise _refuse(
@@ -220,14 +182,56 @@ def _only(*allowed: object) -> PlainValidator:
             if value == one and (type(value) is type(one) or (numeric and not isinstance(one, bool))):
                 return
         if value is not None:
-            shown = " or ".join(["null", *map(_encode, allowed)])
+            shown = " or ".join(["null", *map(encode, allowed)])
             raise _refuse(f"is not supported yet: expected {shown}")
 
-    return PlainValidator(check)
+    return PlainValidator(check, json_schema_input_type=Annotated[Any, WithJsonSchema({"enum": [None, *allowed]})])
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+# What the checks above take, in the words of the OpenAPI document.
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS)
+_Prompt = _Text | _TokenIds | Annotated[list[_Text], _Several] | Annotated[list[_TokenIds], _Several]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS_VALUE, le=MAX_LOGIT_BIAS_VALUE)]
+_Biases = dict[Annotated[str, Field(pattern=f"^(?:{_TOKEN_ID.pattern})$")], _Bias]
+PromptField = Annotated[Any, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
+StopField = Annotated[
+    Any,
+    PlainValidator(
+        _check_stop,
+        json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None,
+    ),
+    Field(validate_default=True),
+]
+LogitBiasField = Annotated[
+    Any,
+    PlainValidator(
+        _check_logit_bias,
+        json_schema_input_type=Annotated[
+            _Biases, Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False})
+        ]
+        | None,
+    ),
+    Field(validate_default=True),
+]
+ContentField = Annotated[
+    Any,
+    PlainValidator(
+        _check_content,
+        json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1)] | None,
+    ),
+]
 
 
 class StreamOptions(_Strict):
@@ -244,12 +248,12 @@ class _GenerationRequest(_Strict):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=1_000_000)] = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
-    stop: Annotated[Any, PlainValidator(_check_stop)] = ()
+    stop: StopField = None
     stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_IDS)] = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int | None, Field(ge=0, lt=1 << 31)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    logit_bias: Annotated[Any, PlainValidator(_check_logit_bias)] = ()
+    logit_bias: LogitBiasField = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     # Wide enough for everybody, and no logit leaves the range of float32.
@@ -297,7 +301,7 @@ class _GenerationRequest(_Strict):
 
 
 class CompletionRequest(_GenerationRequest):
-    prompt: Annotated[Any, PlainValidator(_check_prompt)]
+    prompt: PromptField
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] = None
     # Known and not supported yet.
     echo: Annotated[Any, _only(False)] = None
@@ -310,7 +314,7 @@ class CompletionRequest(_GenerationRequest):
 
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, PlainValidator(_check_content)] = None
+    content: ContentField = None
     name: str | None = None
     # What clients send back of an answer that had none of it.
     refusal: Annotated[Any, _only()] = None
@@ -372,7 +376,14 @@ def _first_error(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param or 'body'}: {first['msg']}{shown}", param=param, code="invalid_value")
 
 
-async def _read_body(http: Request) -> bytes:
+@dataclass
+class _BodyRoom:
+    """Bytes of all bodies that are being received: many clients must not take all memory together."""
+
+    taken: int = 0
+
+
+async def _read_body(http: Request, room: _BodyRoom) -> bytes:
     kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"content type {kind or '(none)'}: expected application/json")
@@ -385,10 +396,16 @@ async def _read_body(http: Request) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in http.stream():
                 body += part
+                room.taken += len(part)
                 if len(body) > MAX_BODY_BYTES:
                     raise too_large
+                if room.taken > MAX_BODIES_BYTES:
+                    message = f"more than {MAX_BODIES_BYTES} bytes of requests are on their way in"
+                    raise ApiError(503, message, code="too_many_bodies", retry_after_s=1)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    finally:
+        room.taken -= len(body)
     return bytes(body)
 
 
@@ -416,13 +433,15 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the interface needs to know of the model."""
+    """What the interface needs to know of the model, and whom it serves (see `Gate`)."""
 
     model_name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     request_timeout_s: float = REQUEST_TIMEOUT_S
+    hosts: Hosts | None = None
+    api_key: ApiKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -600,11 +619,11 @@ class Answer:
         try:
             async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
                 async for event in self._chunks(deltas):
-                    yield b"data: " + _encode(event).encode() + b"\n\n"
+                    yield b"data: " + encode(event).encode() + b"\n\n"
             yield b"data: [DONE]\n\n"
         except ApiError as error:
             self.outcome = f"failed ({error.code})"
-            yield b"data: " + _encode(error.body()).encode() + b"\n\n"
+            yield b"data: " + encode(error.body()).encode() + b"\n\n"
 
     async def _chunks(self, deltas: AsyncIterator[tuple[Choice, Delta]]) -> AsyncIterator[dict[str, object]]:
         plan, envelope = self.plan, self._envelope(chunk=True)
@@ -722,6 +741,13 @@ class Api:
         self._readiness = client.readiness
         self._metrics = Metrics(client)
         self._started = int(time.time())
+        self._body_room = _BodyRoom()
+        self._document = document(
+            config.model_name,
+            {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest},
+            max_body_bytes=MAX_BODY_BYTES,
+            needs_key=config.api_key is not None,
+        )
 
     async def completions(self, http: Request) -> Response:
         return await self._handle(http, CompletionRequest, "cmpl")
@@ -730,28 +756,31 @@ class Api:
         return await self._handle(http, ChatRequest, "chatcmpl")
 
     async def models(self, http: Request) -> Response:
-        return _json_response({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, http: Request) -> Response:
         self._check_model(http.path_params["model"])
-        return _json_response(self._model_card())
+        return json_response(self._model_card())
 
     async def health(self, http: Request) -> Response:
         """Liveness: once loaded it stays 200 while the supervisor can bring back what dies."""
         if self._client.is_closing or self._client.segment.is_closed():
-            return _json_response({"status": "stopping"}, 503)
+            return json_response({"status": "stopping"}, 503)
         if self._readiness.is_loading():
-            return _json_response({"status": "loading", "missing": self._readiness.missing()}, 503)
+            return json_response({"status": "loading", "missing": self._readiness.missing()}, 503)
         if not self._readiness.supervisor_lives():
-            return _json_response({"status": "no supervisor"}, 503)
-        return _json_response({"status": "ok"})
+            return json_response({"status": "no supervisor"}, 503)
+        return json_response({"status": "ok"})
 
     async def ready(self, http: Request) -> Response:
         """Readiness: a request sent now would be worked on."""
         missing = self._readiness.missing()
         if missing or self._client.is_closing:
-            return _json_response({"status": "not ready", "missing": missing}, 503)
-        return _json_response({"status": "ready"})
+            return json_response({"status": "not ready", "missing": missing}, 503)
+        return json_response({"status": "ready"})
+
+    async def openapi(self, http: Request) -> Response:
+        return json_response(self._document)
 
     async def metrics(self, http: Request) -> Response:
         """What Prometheus scrapes."""
@@ -775,7 +804,7 @@ class Api:
         request_id = given if _REQUEST_ID.fullmatch(given) else f"{prefix}-{secrets.token_hex(16)}"
         http.state.request_id = request_id
         try:
-            request = _parse(schema, await _read_body(http))
+            request = _parse(schema, await _read_body(http, self._body_room))
             answer = await until_disconnect(http.receive, self._answer(request, request_id, received_ns))
         except ApiError as error:
             log.info("%s %s %d %s", request_id, http.url.path, error.status, error.code or "refused")
@@ -808,7 +837,7 @@ class Api:
         finally:
             answer.cancel()
         answer.log_line(200)
-        return _json_response(content, headers={"X-Request-Id": request_id})
+        return json_response(content, headers={"X-Request-Id": request_id})
 
     def _check_model(self, name: str | None) -> None:
         served = self._config.model_name
@@ -991,6 +1020,7 @@ def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) ->
         ("/health", api.health, "GET"),
         ("/health/ready", api.ready, "GET"),
         ("/metrics", api.metrics, "GET"),
+        ("/openapi.json", api.openapi, "GET"),
     ):
         app.add_route(path, handler, methods=[method])
 
@@ -1001,20 +1031,21 @@ def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) ->
     async def on_api_error(http: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             raise error
-        return _json_response(error.body(), error.status, headers_of(http) | error.headers)
+        return json_response(error.body(), error.status, headers_of(http) | error.headers)
 
     async def on_http_error(http: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             raise error
         message = f"{http.method} {http.url.path}: {error.detail}"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return _json_response(error_body(error.status_code, message, code=code), error.status_code, error.headers)
+        return json_response(error_body(error.status_code, message, code=code), error.status_code, error.headers)
 
     async def on_bug(http: Request, error: Exception) -> Response:
         # The server logs the traceback; the client learns nothing of the inside.
-        return _json_response(error_body(500, "internal error", code="internal_error"), 500, headers_of(http))
+        return json_response(error_body(500, "internal error", code="internal_error"), 500, headers_of(http))
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_bug)
+    app.add_middleware(Gate, hosts=config.hosts, key=config.api_key)
     return app

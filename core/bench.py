@@ -126,10 +126,9 @@ class _Sample:
     input_tokens: int
 
 
-def run(url: str, workload: Workload, advance: Callable[[], None]) -> Result:
+def run(client: Client, workload: Workload, advance: Callable[[], None]) -> Result:
     """Warm up with one request, then measure one at a time and several at once."""
     source = random.Random(workload.seed)
-    client = Client(url)
 
     def prompts(number: int) -> list[list[int]]:
         return [[source.randrange(workload.vocab_size) for _ in range(workload.prompt_tokens)] for _ in range(number)]

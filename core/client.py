@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from pdctl.core.keys import KEY_VARIABLE, ApiKey
 from pdctl.transport.errors import CapacityError, DeadlineError, NotFoundError, PdctlError, UsageError
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -21,18 +22,21 @@ class Client:
     """Talks to one server; a connection a request.
 
     Args:
+        key: the server's API key, if it wants one.
         command: what a person types to run a command on its cluster, for hints.
     """
 
     def __init__(
         self,
         url: str,
+        key: ApiKey | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         command: Callable[[str], str] = lambda verb: f"pdctl {verb}",
     ) -> None:
         parts = urlsplit(url)
         self.url = url
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._key = key
         self._timeout_s = timeout_s
         self._hint = command
 
@@ -74,8 +78,11 @@ class Client:
 
     def _send(self, path: str, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key.reveal()}"
         try:
-            connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            connection.request("POST", path, json.dumps(body).encode(), headers)
             response = connection.getresponse()
             if response.status == 200:
                 return connection, response
@@ -103,6 +110,8 @@ class Client:
             return CapacityError(message, hint=self._hint("status"))
         if status in (408, 504):
             return DeadlineError(message, hint=self._hint("status"))
+        if status == 401:
+            return UsageError(message, hint=f"unset {KEY_VARIABLE}: a cluster's owner needs none")
         if 400 <= status < 500:
             return UsageError(message)
         return PdctlError(f"HTTP {status}: {message}", hint=self._hint("logs"))

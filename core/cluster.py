@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pdctl.core.config import ClusterSpec
 from pdctl.core.process import ProcessHandle
@@ -51,6 +52,9 @@ _LOCK, _STATE, _SPEC = "lock", "state.json", "spec.json"
 # A lock of the open file, as flock's is, that can also be asked about without being taken (Linux).
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
+# O_NONBLOCK: opening a FIFO must not wait for its other end.
+_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,8 @@ class ClusterLock:
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:  # the directory was removed between the two calls
                 continue
+            except OSError as error:
+                raise UsageError(f"lock {self._path}: {error.strerror}", hint=f"remove {self._path}") from error
             try:
                 _lock(fd, _F_OFD_SETLK, fcntl.F_WRLCK)
                 # The holder before us may have removed the file that we opened.
@@ -202,11 +208,13 @@ class ClusterLock:
 def is_locked(state_dir: Path, name: str) -> bool:
     """Whether a supervisor of this name lives (or `down` is tidying up). Takes nothing."""
     try:
-        fd = os.open(cluster_dir(state_dir, name) / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(cluster_dir(state_dir, name) / _LOCK, _LOOK)
     except OSError:
         return False
     try:
         return _lock(fd, _F_OFD_GETLK, fcntl.F_RDLCK) != fcntl.F_UNLCK
+    except OSError:  # no file of which parts can be locked
+        return False
     finally:
         os.close(fd)
 
@@ -214,7 +222,7 @@ def is_locked(state_dir: Path, name: str) -> bool:
 def find_supervisor(state_dir: Path, name: str) -> ProcessHandle | None:
     """The living supervisor that signed the lock file; None if there is none, or it has not signed yet."""
     try:
-        pid, start_time = map(int, (cluster_dir(state_dir, name) / _LOCK).read_text().split())
+        pid, start_time = map(int, read_private(cluster_dir(state_dir, name) / _LOCK).split())
     except (OSError, ValueError):
         return None
     return ProcessHandle.find(pid, start_time) if pid > 0 else None
@@ -247,10 +255,26 @@ def write_private(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def read_private(path: Path) -> str:
+    """The text of a file that `write_private` wrote, whatever stands there now: waits for nobody, reads not forever.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+        ValueError: it is no regular file, too large, or no text.
+    """
+    with open(os.open(path, _LOOK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path}: not a regular file")
+        data = file.read(_MAX_FILE_BYTES + 1)
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
+    return data.decode()
+
+
 def read_state(state_dir: Path, name: str) -> ClusterState | None:
     """The state file's content; None if it is missing, garbage or of another schema."""
     try:
-        values: dict[str, Any] = json.loads((cluster_dir(state_dir, name) / _STATE).read_text())
+        values: dict[str, Any] = json.loads(read_private(cluster_dir(state_dir, name) / _STATE))
         if values.pop("schema") != STATE_SCHEMA:
             return None
         values["spec"] = ClusterSpec.from_json(json.dumps(values["spec"]))
@@ -260,8 +284,8 @@ def read_state(state_dir: Path, name: str) -> ClusterState | None:
         numbers = (state.supervisor_pid, state.supervisor_start_time, state.started_unix_ns, *state.gave_up.values())
         if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
             return None
-        return state if state.name == name else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, PdctlError):
+        return state if state.name == name and _is_url(state.url) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, PdctlError):
         return None
 
 
@@ -273,6 +297,11 @@ def is_cluster_directory(path: Path) -> bool:
         return False
     ours = re.compile(r"lock|control|bell-\d+|(state|spec)\.json|\.(state|spec)\.json\.\d+")
     return "lock" in found and all(ours.fullmatch(name) for name in found)
+
+
+def _is_url(text: str) -> bool:
+    parts = urlsplit(text)  # ValueError, from `port` too: for the caller
+    return parts.scheme == "http" and bool(parts.hostname) and parts.port is not None
 
 
 def list_clusters(state_dir: Path) -> list[str]:
@@ -308,7 +337,11 @@ def running(state_dir: Path, name: str) -> ClusterState:
 
 def was_left(state_dir: Path, name: str) -> bool:
     """Whether a cluster that does not run left anything but logs."""
-    return cluster_dir(state_dir, name).exists() or any(not has_supervisor(one) for one in segments_of(name))
+    try:
+        left = cluster_dir(state_dir, name).exists()
+    except OSError:  # a path that cannot be: too long, through a file
+        left = False
+    return left or any(not has_supervisor(one) for one in segments_of(name))
 
 
 def has_supervisor(segment: SegmentName) -> bool:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdctl.core.hosts import check_host_name
+from pdctl.core.keys import ApiKey, parse_key
 from pdctl.core.numerics import numerics
 from pdctl.transport.errors import IncompatibleError, UsageError
 from pdctl.transport.layout import DType, Geometry, VerifyKv
@@ -51,6 +53,8 @@ class ClusterSpec:
         verify_kv: off, recompute or fail: see `VerifyKv`.
         on_failure: whether a dead daemon's requests resume elsewhere or fail with the cause.
         max_queue: requests that may wait for a daemon; 0: none, all daemons busy is a refusal.
+        allowed_hosts: names that the Host header may have beside those of `host`.
+        api_key: what clients must send; None: nothing. Of all that a spec holds, the one secret.
     """
 
     name: str
@@ -80,6 +84,8 @@ class ClusterSpec:
     verify_kv: str = "off"
     on_failure: str = "resume"
     max_queue: int = DEFAULT_MAX_QUEUE
+    allowed_hosts: tuple[str, ...] = ()
+    api_key: ApiKey | None = None
 
     def __post_init__(self) -> None:
         check_cluster(self.name)
@@ -99,6 +105,8 @@ class ClusterSpec:
         _check_range("--chunk-tokens", self.chunk_tokens, 1, 1 << 16)
         _check_range("--max-batch", self.max_batch, 1, 1024)
         _check_range("--max-queue", self.max_queue, 0, 1 << 20)
+        for name in self.allowed_hosts:
+            check_host_name(name)
 
     @property
     def geometry(self) -> Geometry:
@@ -128,7 +136,10 @@ class ClusterSpec:
         )
 
     def to_json(self) -> str:
+        """All of it, the API key too: for files that only this user can read."""
         values = dataclasses.asdict(self)
+        if self.api_key is not None:
+            values["api_key"] = self.api_key.reveal()
         return json.dumps({key: str(v) if isinstance(v, Path) else v for key, v in values.items()})
 
     @classmethod
@@ -139,13 +150,30 @@ class ClusterSpec:
             IncompatibleError: not such a record.
         """
         try:
-            values: dict[str, Any] = json.loads(text)
-            values["state_dir"] = Path(values["state_dir"])
-            values["model_path"] = Path(values["model_path"])
-            values["eos_token_ids"] = tuple(values["eos_token_ids"])
-            return cls(**values)
-        except (ValueError, KeyError, TypeError) as error:
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise TypeError(f"expected an object, found {type(values).__name__}")
+            kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+            return cls(**{key: _read(key, kinds.get(key), value) for key, value in values.items()})
+        except (ValueError, TypeError, RecursionError) as error:
             raise IncompatibleError(f"cluster specification: {error}") from error
+
+
+def _read(name: str, kind: str | None, value: object) -> Any:
+    """A field's value from its JSON, by the field's type as it is written in ClusterSpec.
+
+    Raises:
+        TypeError: it has another type, or there is no such field.
+    """
+    if kind == "int" and type(value) is int:
+        return value
+    if kind in ("str", "Path") and isinstance(value, str) and "\0" not in value:
+        return Path(value) if kind == "Path" else value
+    if kind in ("tuple[int, ...]", "tuple[str, ...]") and isinstance(value, list):
+        return tuple(_read(name, kind[6:9], one) for one in value)
+    if kind == "ApiKey | None" and (value is None or isinstance(value, str)):
+        return None if value is None else parse_key(value, name)
+    raise TypeError(f"{name}: expected {kind}, found {type(value).__name__}")
 
 
 def _check_range(flag: str, value: int, low: int, high: int) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 MAX_LOG_BYTES = 4 << 20
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _FORMAT = "%(asctime)s %(levelname).1s %(name)s %(message)s"
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \S+Z [A-Z] \S+ ")
 
@@ -50,7 +51,11 @@ def setup(directory: Path, role: str) -> None:
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(os.environ.get("PDCTL_LOG_LEVEL", "INFO").upper())
+    root.setLevel(logging.INFO)
+    if (given := os.environ.get("PDCTL_LOG_LEVEL", "").upper()) in _LEVELS:
+        root.setLevel(given)
+    elif given:
+        root.warning("PDCTL_LOG_LEVEL %s: expected %s; INFO is taken", ascii(given[:40]), ", ".join(_LEVELS))
 
 
 def last_error(directory: Path, role: str, start: int = 0) -> str | None:

@@ -61,7 +61,7 @@ class ProcessHandle:
         """The process that had this PID and start time (clock ticks after boot), if it still runs."""
         try:
             handle = cls(pid)
-        except (ProcessLookupError, OSError):
+        except (OSError, OverflowError):
             return None
         if process_start_time(pid) != start_time or handle.is_gone(0):
             handle.close()

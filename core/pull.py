@@ -325,7 +325,7 @@ def convert_gguf(gguf: Path, destination: Path, report: Progress) -> None:
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
 
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
     _restore_digit_splitting(tokenizer, gguf)
     _check_converted_tokenizer(tokenizer, gguf)
     tokenizer.save_pretrained(str(destination))
@@ -341,7 +341,7 @@ def convert_gguf(gguf: Path, destination: Path, report: Progress) -> None:
         return tensor
 
     gguf_library.dequantize = counting_dequantize  # transformers looks it up at each load
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(**source, trust_remote_code=False, dtype=torch.bfloat16)
     report("convert", num_tensors, num_tensors)
 
     # The weights are plain bfloat16 now: without this they would be saved as quantized.

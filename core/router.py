@@ -39,7 +39,6 @@ log = logging.getLogger("pdctl.core.router")  # run as __main__
 # After SIGTERM: for responses to go out, and then for daemons to let go of cancelled rows.
 _CONNECTION_GRACE_S = 2
 _ROW_GRACE_S = 1.0
-_KEEP_ALIVE_S = 75
 
 
 class Server(uvicorn.Server):
@@ -86,6 +85,14 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
     """Serve until SIGTERM; then end everything that is under way and return."""
     # Both bring transformers or FastAPI along, which takes a second: after attaching, so that status shows us.
     from pdctl.core.api import ServerConfig, create_app
+    from pdctl.core.connection import (
+        KEEP_ALIVE_S,
+        MAX_HEAD_BYTES,
+        Connection,
+        bound_unread_answers,
+        max_connections,
+    )
+    from pdctl.core.hosts import Hosts
     from pdctl.core.tokenizer import Tokenizer, read_sampling_defaults
 
     tokenizer = Tokenizer.load(spec.model_path)
@@ -108,6 +115,8 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             sampling=sampling,
+            hosts=Hosts(spec.host, spec.allowed_hosts),
+            api_key=spec.api_key,
         ),
     )
 
@@ -119,8 +128,12 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
         me.put(P.STATE, ParticipantState.READY)
         log.info("serving %s on port %d", spec.model_name, listener.getsockname()[1])
 
+    bound_unread_answers(listener)
+    Connection.limit = max_connections()
     config = uvicorn.Config(
         app,
+        http=Connection,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -128,7 +141,7 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
         ws="none",
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CONNECTION_GRACE_S,
     )
     server = Server(config, on_serving)

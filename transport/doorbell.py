@@ -12,6 +12,8 @@ from pathlib import Path
 
 from pdctl.transport.names import bell_path
 
+_MOST_RINGS = 1000
+
 
 class Bell:
     """The own bell of one participant, and the means to ring the others'."""
@@ -29,14 +31,16 @@ class Bell:
         return self._socket.fileno()
 
     def drain(self) -> bool:
-        """Take all rings out of the queue; True if there was one."""
+        """Take all rings out of the queue, whatever is in them; True if there was one."""
         rung = False
-        while True:
+        # More than a queue holds; whoever rings without end does not keep us from scanning.
+        for _ in range(_MOST_RINGS):
             try:
                 self._socket.recv(16)
                 rung = True
             except OSError:
-                return rung
+                break
+        return rung
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a ring or the timeout, then drain; True if it rang."""

@@ -324,6 +324,19 @@ class Geometry:
 
 
 NUM_GEOMETRY_WORDS = len(fields(Geometry))
+# More than anybody can want, field by field: a file that claims it is no segment, and nobody loops so far.
+MOST = Geometry(
+    num_blocks=1 << 32,
+    block_tokens=1 << 12,
+    num_layers=1 << 16,
+    num_kv_heads=1 << 16,
+    head_dim=1 << 16,
+    dtype=DType.BFLOAT16,
+    max_rows=1 << 20,
+    max_context=1 << 24,
+    max_participants=999,  # the sockets' names have room for so many
+    ring_events=1 << 20,
+)
 
 
 class Layout:

@@ -5,6 +5,9 @@ mapping, the flock of the mutation lock, and a byte of OFD lock for every partic
 belongs to whoever unlinks). Liveness is read from these locks, which the kernel lets go when a process dies.
 
 `multiprocessing.shared_memory` is not used: its resource tracker unlinks what others still use.
+
+A file's length is checked when it is mapped. Whoever cuts it off later ends those who have it mapped by SIGBUS; only
+the same user can, and pdctl never does.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import stat
 import struct
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from pdctl.transport.errors import CapacityError, CorruptSegmentError, IncompatibleError, NotFoundError
@@ -26,6 +29,7 @@ from pdctl.transport.layout import (
     HEADER_WORDS,
     LAYOUT_VERSION,
     MAGIC,
+    MOST,
     NUM_GEOMETRY_WORDS,
     WORD,
     B,
@@ -45,6 +49,8 @@ _MADV_POPULATE_WRITE = 23
 _ALLOCATE_STEP_BYTES = 64 << 20
 # Left for everybody else when a pool is sized or allocated.
 MEMORY_RESERVE_BYTES = 256 << 20
+# A snapshot is one copy of the tables; lists and a recount of them take about as much twice over.
+_COPY_FACTOR = 3
 
 
 def _lock_byte(fd: int, command: int, kind: int, byte: int) -> tuple[int, int]:
@@ -156,9 +162,7 @@ def available_bytes() -> tuple[int, str]:
     """Bytes that a new segment may take, and what limits them: /dev/shm, memory or the cgroup."""
     shm = os.statvfs(SHM_DIR)
     limits = [(shm.f_bavail * shm.f_frsize, str(SHM_DIR))]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            limits.append((int(line.split()[1]) * 1024 - MEMORY_RESERVE_BYTES, "available memory"))
+    limits.append((_memory_available() - MEMORY_RESERVE_BYTES, "available memory"))
     limits.extend(_cgroup_limits())
     return min(limits)
 
@@ -304,8 +308,9 @@ def check_header(words: memoryview, size_bytes: int, what: str) -> Geometry:
         )
     try:
         geometry = Geometry.from_words(words[H.GEOMETRY : H.GEOMETRY + NUM_GEOMETRY_WORDS].tolist())
-        if min(geometry.to_words()) < 1 or max(geometry.to_words()) > 1 << 40:
-            raise ValueError("a number is out of range")
+        for field, number, most in zip(fields(Geometry), geometry.to_words(), MOST.to_words(), strict=True):
+            if not 1 <= number <= most:
+                raise ValueError(f"{field.name} {number}, expected 1 to {most}")
         layout = Layout(geometry)
     except ValueError as error:
         raise CorruptSegmentError(f"{what}: geometry in the header is impossible ({error})") from error
@@ -349,6 +354,24 @@ def open_segment(name: SegmentName | Path, *, writable: bool) -> tuple[Mapping, 
     except Exception:
         mapping.close()
         raise
+
+
+def check_copy_room(layout: Layout, what: str) -> None:
+    """Raise CapacityError if there is no memory for a copy of the tables, and to look at it: a file may be a hole."""
+    wanted, available = _COPY_FACTOR * layout.meta_words * WORD, _memory_available()
+    if wanted > available:
+        raise CapacityError(
+            f"{what}: to look at a copy of its tables ({layout.meta_words * WORD} bytes) takes {wanted} bytes of "
+            f"memory, {available} are available",
+            hint="free memory",
+        )
+
+
+def _memory_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
 
 
 def unlink_if_orphaned(name: SegmentName) -> bool:

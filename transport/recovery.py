@@ -111,6 +111,10 @@ def _verify(segment: Segment) -> list[str]:
         table = rows.block_table(row)
         if state in TERMINAL | {RowState.FREE, RowState.FILLING} and table:
             problems.append(f"row {row}: {state.name} but holds {len(table)} blocks")
+        if rows.get(row, R.NUM_BLOCKS) > g.blocks_per_row:
+            problems.append(
+                f"row {row}: {rows.get(row, R.NUM_BLOCKS)} blocks, at most {g.blocks_per_row} are possible"
+            )
         published = rows.get(row, R.NUM_PUBLISHED)
         if published > len(table):
             problems.append(f"row {row}: {published} blocks published of {len(table)}")
@@ -152,6 +156,8 @@ def _verify(segment: Segment) -> list[str]:
             if words[layout.block(block) + B.HASH] & (g.num_buckets - 1) != bucket:
                 problems.append(f"prefix index: block {block} hangs in bucket {bucket}, not its own")
         indexed += chain
+        if len(indexed) > g.num_blocks:
+            raise CorruptSegmentError(f"the prefix index links more than {g.num_blocks} blocks")
 
     free_set, lru_set, indexed_set = set(free), set(lru), set(indexed)
     if len(indexed) != len(indexed_set):

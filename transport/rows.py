@@ -212,6 +212,7 @@ class Rows:
         self._lock = lock
         self._pool = pool
         self.num_rows = layout.geometry.max_rows
+        self._blocks_per_row = layout.geometry.blocks_per_row
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ class Rows:
         """The row's blocks, first positions first."""
         base = self._layout.row(row)
         start = base + self._layout.row_blocks
-        return self._words[start : start + self._words[base + R.NUM_BLOCKS]].tolist()
+        return self._words[start : start + min(self._words[base + R.NUM_BLOCKS], self._blocks_per_row)].tolist()
 
     def params(self, row: int) -> RowParams:
         start = self._layout.row(row) + self._layout.row_params

@@ -273,10 +273,12 @@ def take_snapshot(name: SegmentName | Path) -> Snapshot:
     Raises:
         NotFoundError, CorruptSegmentError, IncompatibleError: as for attaching; another PID namespace is no
             obstacle to looking.
+        CapacityError: there is no memory for a copy.
     """
     mapping, geometry = _mapping.open_segment(name, writable=False)
     try:
         layout = Layout(geometry)
+        _mapping.check_copy_room(layout, f"segment {name}")
         torn, copy = True, b""
         for _ in range(_SNAPSHOT_TRIES):
             before = mapping.words[H.SEQUENCE]  # SYNC: snapshot

@@ -122,6 +122,50 @@ def test_layers_point_one_way(path: Path) -> None:
         assert not _within(module, set(FORBIDDEN)), f"{path}: import pdctl.{module}"
 
 
+# What runs code that comes with data.
+UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib", "copyreg"}
+UNSAFE_MODULES |= {"multiprocessing", "yaml", "xmlrpc"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "torch.load", "torch.hub.load", "os.system"}
+
+
+def _unsafe(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in UNSAFE_CALLS:
+            yield ast.unparse(node.func)
+        if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "weights_only"):
+            wanted = node.arg == "weights_only"
+            if not (isinstance(node.value, ast.Constant) and node.value.value is wanted):
+                yield f"{node.arg}={ast.unparse(node.value)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_data_is_ever_run(path: Path) -> None:
+    """Sockets, segments and checkpoints carry numbers, JSON and text; nothing that is unpickled or evaluated."""
+    assert not [module for module, _ in _imports(path) if _within(module, UNSAFE_MODULES)]
+    assert not list(_unsafe(ast.parse(path.read_text())))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["eval(x)", "torch.load(f)", "f(trust_remote_code=True)", "f(trust_remote_code=x)"],
+)
+def test_unsafe_calls_are_seen(line: str) -> None:
+    assert list(_unsafe(ast.parse(line)))
+
+
+def test_remote_code_is_refused_wherever_a_model_is_loaded() -> None:
+    """transformers asks for it by default only on a terminal: every call says no."""
+    loaders = [
+        call
+        for path in MODULES
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith((".from_pretrained", ".from_config"))
+    ]
+    assert loaders
+    for call in loaders:
+        assert "trust_remote_code" in [keyword.arg for keyword in call.keywords], ast.unparse(call)
+
+
 @pytest.mark.parametrize("layer", sorted(FORBIDDEN))
 def test_a_layer_is_only_itself_as_part_of_pdctl(layer: str) -> None:
     done = subprocess.run(

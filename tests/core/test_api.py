@@ -17,7 +17,10 @@ import httpx
 import pytest
 from tokenizer_kinds import CORPUS, MANY, build
 
+from pdctl.core import api
 from pdctl.core.api import MAX_BODY_BYTES, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_PROMPTS, ServerConfig, create_app
+from pdctl.core.hosts import Hosts
+from pdctl.core.keys import ApiKey
 from pdctl.core.requests import RowClient
 from pdctl.core.tokenizer import SamplingDefaults, Tokenizer
 from pdctl.transport.doorbell import Bell
@@ -197,6 +200,8 @@ class World:
                 eos_token_ids=(EOS,),
                 sampling=options.get("sampling", SamplingDefaults()),
                 request_timeout_s=options.get("request_timeout_s", 60),
+                hosts=options.get("hosts"),
+                api_key=options.get("api_key"),
             ),
         )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -899,8 +904,11 @@ async def test_template_refuses_in_its_own_words(world: World) -> None:
 
 @in_world(template=False)
 async def test_no_template_no_chat_but_completions(world: World) -> None:
-    response = await world.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
-    assert "no chat template" in check_error(response, 400, "messages")["message"]
+    for stream in (False, True):
+        response = await world.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=stream
+        )
+        assert "no chat template" in check_error(response, 400, "messages")["message"]
     await world.complete(max_tokens=1)
 
 
@@ -944,6 +952,57 @@ async def test_large_bodies(world: World) -> None:
     check_error(await world.http.post("/v1/completions", content=drip(), headers=headers), 413)
     large = await world.post(prompt="x" * 100_000)
     assert "100001" in check_error(large, 400, "prompt")["message"]
+
+
+@in_world()
+async def test_bodies_on_their_way_in_have_a_limit_together(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "MAX_BODIES_BYTES", 100)
+        await check_body_room(world)
+
+
+async def check_body_room(world: World) -> None:
+    more = asyncio.Event()
+
+    async def slow() -> Any:
+        yield b'{"prompt": "' + b"x" * 50
+        await more.wait()
+        yield b'"}'
+
+    headers = {"content-type": "application/json"}
+    under_way = asyncio.create_task(world.http.post("/v1/completions", content=slow(), headers=headers))
+    await asyncio.sleep(0.05)
+    refused = await world.post(prompt="y" * 50)
+    assert check_error(refused, 503)["code"] == "too_many_bodies"
+    assert refused.headers["retry-after"] == "1"
+    more.set()
+    assert (await under_way).status_code == 200
+    assert (await world.post(prompt="y" * 50)).status_code == 200
+
+
+@in_world(api_key=ApiKey("key"), hosts=Hosts("127.0.0.1"))
+async def test_keys_and_names_come_first(world: World) -> None:
+    """The gate itself: test_gate.py."""
+    world.http.headers["host"] = "localhost:8000"
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
+        assert check_error(await world.http.get(path), 401)["code"] == "invalid_api_key"
+    refused = await world.post(prompt=5, stream=True)
+    check_error(refused, 401)
+    assert (await world.http.get("/health")).status_code == 200
+    assert not world.engine.prompts
+    world.http.headers["authorization"] = "Bearer key"
+    await world.complete("ab", max_tokens=1)
+    world.http.headers["host"] = "evil.example"
+    assert check_error(await world.post(prompt="ab"), 421)["code"] == "host_not_allowed"
+
+
+@in_world()
+async def test_no_page_of_another_origin_may_read_answers(world: World) -> None:
+    headers = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    check_error(await world.http.options("/v1/completions", headers=headers), 405)
+    answer = await world.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1}, headers=headers)
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 @in_world()

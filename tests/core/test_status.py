@@ -208,7 +208,7 @@ def _pipe(path: Path, _: Path) -> None:
         (_truncated, CorruptSegmentError, "cut off"),
         (_header_only, CorruptSegmentError, "cut off"),
         (_other_layout, IncompatibleError, f"layout version 99 found, {LAYOUT_VERSION} expected"),
-        (_impossible, CorruptSegmentError, "its geometry gives"),
+        (_impossible, CorruptSegmentError, "expected 1 to"),
         (_directory, CorruptSegmentError, "not a regular file"),
         (_pipe, CorruptSegmentError, "not a regular file"),
         (lambda path, _: None, NotFoundError, "not found"),

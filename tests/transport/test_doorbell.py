@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import select
+import socket
 import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.names import bell_path
@@ -65,6 +69,31 @@ def test_a_full_queue_neither_blocks_nor_raises(bells: tuple[Bell, Bell]) -> Non
     assert bells[1].drain() is False
     bells[0].ring(1)
     assert bells[1].drain() is True
+
+
+@settings(max_examples=50, derandomize=True, database=None, deadline=None)
+@given(data=st.one_of(st.binary(max_size=64), st.integers(0, 100_000).map(bytes)))
+def test_what_is_in_a_ring_does_not_matter(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        bell = Bell(Path(directory), 0)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        stranger.sendto(data, str(bell_path(Path(directory), 0)))
+        assert bell.wait(FAR_AWAY_S) is True
+        assert bell.drain() is False
+        stranger.close()
+        bell.close()
+
+
+def test_whoever_rings_without_end_keeps_nobody_from_scanning(
+    bells: tuple[Bell, Bell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Endless:
+        def recv(self, _: int) -> bytes:
+            return b""
+
+    monkeypatch.setattr(bells[0], "_socket", Endless())
+    assert bells[0].drain() is True
+    monkeypatch.undo()
 
 
 def test_a_missing_dead_or_foreign_peer_neither_blocks_nor_raises(tmp_path: Path) -> None:
