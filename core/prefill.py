@@ -64,10 +64,10 @@ class PrefillEngine:
         self._me.put(P.LOAD, len(self._owned))
         if not parts:
             return look_again
-        self._compute(parts)
-        self._hand_over([part.claim.row for part in parts if part.is_last])
         if self._rows.in_state(RowState.QUEUED):
             self._wake.an_idle_peer(Role.PREFILL)
+        self._compute(parts)
+        self._hand_over([part.claim.row for part in parts if part.is_last])
         return True
 
     def release(self) -> None:

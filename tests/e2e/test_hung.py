@@ -19,7 +19,7 @@ from pdctl.transport.errors import PdctlError
 from pdctl.transport.layout import H, P, R
 from pdctl.transport.recovery import verify
 from pdctl.transport.rows import RowState
-from pdctl.transport.segment import Role, Segment, take_snapshot
+from pdctl.transport.segment import Role, Segment, open_to_look, take_snapshot
 
 pytestmark = pytest.mark.e2e
 
@@ -50,9 +50,8 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> 
     raise AssertionError(f"{what}: not in {timeout_s} s")
 
 
-def owner_of(cluster: Any, state: RowState) -> int | None:
+def owner_of(segment: Segment, state: RowState) -> int | None:
     """The PID of a daemon that owns a row in this state now."""
-    segment = take_snapshot(cluster.state.segment_name).segment
     rows = segment.rows.in_state(state)
     return segment.participant_word(segment.rows.get(rows[0], R.OWNER) - 1, P.PID) if rows else None
 
@@ -70,7 +69,9 @@ def test_a_stopped_daemons_rows_go_on_elsewhere(cluster: Any, state: RowState) -
     with ThreadPoolExecutor(6) as pool:
         waiting = [pool.submit(cluster.ids, prompt, 200, temperature=0.8, seed=5) for prompt in prompts]
         others = [pool.submit(cluster.complete, prompt, 40) for prompt in fresh]
-        pid = wait_for(lambda: owner_of(cluster, state), f"a row in {state.name}")
+        segment = open_to_look(cluster.state.segment_name)
+        pid = wait_for(lambda: owner_of(segment, state), f"a row in {state.name}")
+        segment.close()
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: state_of(cluster, pid) in ("stopped", "dead", None), "being named")
         assert [one.result(60) for one in waiting] == alone

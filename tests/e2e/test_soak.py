@@ -28,7 +28,7 @@ from pdctl.core.status import private_bytes
 from pdctl.transport.layout import H, P, R
 from pdctl.transport.recovery import verify
 from pdctl.transport.rows import RowState
-from pdctl.transport.segment import Role, Segment, take_snapshot
+from pdctl.transport.segment import Role, Segment, open_to_look, take_snapshot
 
 pytestmark = pytest.mark.e2e
 
@@ -161,9 +161,8 @@ def segment_of(cluster: Any) -> Segment:
     return take_snapshot(cluster.state.segment_name).segment
 
 
-def victims(cluster: Any) -> list[tuple[Role, int]]:
+def victims(segment: Segment) -> list[tuple[Role, int]]:
     """Daemons with rows in flight."""
-    segment = segment_of(cluster)
     found = set()
     for role, state in ((Role.PREFILL, RowState.PREFILLING), (Role.DECODE, RowState.DECODING)):
         for row in segment.rows.in_state(state):
@@ -175,12 +174,13 @@ def victims(cluster: Any) -> list[tuple[Role, int]]:
 
 def killer(cluster: Any, seen: Seen, stop: threading.Event) -> None:
     rng = random.Random(99)
+    segment = open_to_look(cluster.state.segment_name)
     while not stop.wait(rng.uniform(*PAUSE_S)):
         # Prefill first: it is seldom seen at work, the answers being longer than the prompts.
         role = Role.PREFILL if rng.random() < 0.6 else Role.DECODE
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and not stop.is_set():
-            chosen = [pid for one, pid in victims(cluster) if one is role]
+            chosen = [pid for one, pid in victims(segment) if one is role]
             if chosen:
                 number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL
                 try:
@@ -189,6 +189,8 @@ def killer(cluster: Any, seen: Seen, stop: threading.Event) -> None:
                     continue
                 seen.note(kills=Counter({f"{role.label} {number.name}": 1}))
                 break
+            time.sleep(0.001)
+    segment.close()
 
 
 def use(cluster: Any) -> dict[str, tuple[int, int]]:

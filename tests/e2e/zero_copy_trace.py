@@ -24,6 +24,7 @@ from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import load
 from pdctl.core.numerics import numerics
 from pdctl.core.prefill import PrefillEngine
+from pdctl.core.wake import Wake
 from pdctl.transport.layout import R
 from pdctl.transport.names import parse_segment_name
 from pdctl.transport.rows import RowState
@@ -63,6 +64,13 @@ class Trace:
         return usage.ru_minflt + usage.ru_majflt
 
 
+class NoBell:
+    """The other process polls."""
+
+    def ring(self, slot: int) -> None:
+        pass
+
+
 def main(side: str, spec_path: str, segment_name: str) -> None:
     spec = ClusterSpec.from_json(Path(spec_path).read_text())
     torch.set_num_threads(1)
@@ -84,8 +92,9 @@ def main(side: str, spec_path: str, segment_name: str) -> None:
 
     trace = Trace()
     rows = segment.rows
+    wake = Wake(segment, me.slot, NoBell())  # type: ignore[arg-type]
     if side == "prefill":
-        engine = PrefillEngine(segment, me, model, spec, lambda _: None)
+        engine = PrefillEngine(segment, me, model, spec, wake)
         real = model.forward
         now = [0]
 
@@ -103,16 +112,16 @@ def main(side: str, spec_path: str, segment_name: str) -> None:
             trace.stop()
             print(json.dumps(trace.result), flush=True)
     else:
-        decode = DecodeEngine(segment, me, model, spec, lambda _: None)
+        decode = DecodeEngine(segment, me, model, spec, wake)
         copied: list[int] = []
         for runs in (attention._DecodeRuns, attention._Chunk):
             real_attend = runs.attend
 
-            def attend(self: Any, keys: Any, values: Any, query: Any, scale: Any, _real: Any = real_attend) -> Any:
+            def attend(self: Any, *arguments: Any, _real: Any = real_attend) -> Any:
                 if copied:
                     pages[torch.tensor(rows.block_table(copied[0]))].clone()
                 trace.stop()
-                return _real(self, keys, values, query, scale)
+                return _real(self, *arguments)
 
             runs.attend = attend  # type: ignore[method-assign]
         print("attached", flush=True)
