@@ -546,6 +546,7 @@ class Answer:
         if self._client.is_closing:
             return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
         if end is not None and end.state is RowState.FAILED:
+            log.error("%s failed: %s", self.plan.request_id, end.error)
             return ApiError(500, f"generation failed: {end.error}", code="engine_failed")
         if time.monotonic_ns() >= self.plan.deadline_ns:
             return _deadline_error(self.plan)

@@ -543,9 +543,12 @@ class Supervisor:
                 resume = self._spec.on_failure == "resume"
                 reaped = reap(self._segment, dead.slot, dead.incarnation, dead.cause, resume=resume)
                 self._dead.pop(0)
-                _log.info("%s: slot %d reaped, rows to adopt %s", dead.name, dead.slot, list(reaped.adoptable))
-                if reaped.failed:
-                    _log.error("%s: rows %s failed with it", dead.name, list(reaped.failed))
+                _log.info("%s: slot %d reaped", dead.name, dead.slot)
+                request_id = self._segment.rows.request_id
+                for row in reaped.adoptable:
+                    _log.info("%s row %d: waits for another than %s", request_id(row), row, dead.name)
+                for row in reaped.failed:
+                    _log.error("%s row %d: failed, %s", request_id(row), row, dead.cause)
                 for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
                     for other in self._segment.slots(role):
                         self._bell.ring(other)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdctl.core.client import Client
-from pdctl.core.status import ClusterStatus, cluster_status
+from pdctl.core.status import ClusterStatus, cluster_status, describe
 from pdctl.transport.errors import PdctlError
 from pdctl.transport.layout import H, P, R
 from pdctl.transport.recovery import verify
@@ -130,12 +130,12 @@ def test_a_stopped_router_is_left_alone(cluster: Any) -> None:
 
 
 def test_where_failures_are_not_resumed_the_client_hears_the_cause(start: Any, tiny_dir: Path) -> None:
-    """S44: an error event and the end of the stream, not silence and not a finish_reason."""
+    """S44: an error event and the end of the stream, not silence and not a finish_reason. S61: all logs have it."""
     one = start(
         "--model", str(tiny_dir), "--dtype", "float32", "--kv-blocks", "256", "--max-context", "2048",
         "--on-failure", "fail",
     )  # fmt: skip
-    body = {"prompt": tokens_of(9, 1), "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": tokens_of(100, 1), "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
         generate = ("generate", "--raw", "--ignore-eos", "--max-tokens", "1500", "hello")
         printed = pool.submit(one.cli, *generate)
@@ -151,6 +151,44 @@ def test_where_failures_are_not_resumed_the_client_hears_the_cause(start: Any, t
             list(events)
         result = printed.result(30)
     assert "pdctl logs decode-0" in str(error.value)
+    lines = one.cli("logs", "--grep", event["id"]).out.splitlines()
+    assert {line.split()[0] for line in lines} == {"router", "prefill-0", "decode-0", "supervisor"}
+    causes = [line for line in lines if f"decode-0 (pid {pid}) ended: signal SIGKILL" in line]
+    assert {line.split()[0] for line in causes} == {"router", "supervisor"}
     assert result.code != 0 and f"decode-0 (pid {pid}) ended" in result.err
     wait_for(lambda: one.get("/health/ready") == 200, "its successor")
     assert one.ids(tokens_of(9, 1), 3)
+
+
+def test_what_the_dead_held_is_never_shown_as_healthy_use(cluster: Any) -> None:
+    """S29: at any moment a row's owner lives, is called dead, or has been replaced."""
+    wait_for(lambda: cluster.get("/health/ready") == 200, "readiness")
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(cluster.ids, tokens_of(20, seed), 400) for seed in range(30, 34)]
+        segment = open_to_look(cluster.state.segment_name)
+        pid = wait_for(lambda: owner_of(segment, RowState.DECODING), "a row under way")
+        segment.close()
+        os.kill(pid, signal.SIGKILL)
+        while not all(one.done() for one in waiting):
+            name, gone = cluster.state.segment_name, not Path(f"/proc/{pid}").exists()
+            status = describe(take_snapshot(name), name.path)
+            for row in status.rows:
+                if gone and row.owner is not None and row.owner.alive:
+                    assert row.owner.pid != pid
+    assert all(len(one.result()) == 400 for one in waiting)
+
+
+def test_both_prefill_daemons_killed_one_after_the_other(cluster: Any) -> None:
+    """S41, S42: the first death costs nothing; whoever comes back serves, and nobody else was restarted."""
+    scaled = cluster.cli("scale", "prefill=2")
+    assert scaled.code == 0, scaled.err
+    decoders = cluster.slots(Role.DECODE)
+    for _ in range(2):
+        killed = cluster.kill(Role.PREFILL)
+        with ThreadPoolExecutor(5) as pool:
+            answers = list(pool.map(lambda seed: cluster.ids(tokens_of(60, 40 + seed), 4), range(5)))
+        assert all(len(answer) == 4 for answer in answers)
+        wait_for(lambda: cluster.cli("status").code == 0, "health")
+        assert killed not in [pid for _, pid in cluster.slots(Role.PREFILL)]
+    assert cluster.slots(Role.DECODE) == decoders
+    assert verify(take_snapshot(cluster.state.segment_name).segment) == []

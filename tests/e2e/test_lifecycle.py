@@ -143,11 +143,11 @@ def status_of(url: str, body: bytes | None = None) -> int:
 
 
 def test_ready_is_told_when_it_is_true_and_nothing_is_open_to_others(
-    start: Any, tiny_dir: Path, tmp_path: Path
+    start: Any, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """S38, S57: 503 while loading, 200 from the moment that `up` returns; private under any umask."""
     cluster = named(start)
-    cluster.state_dir = tmp_path / "deeper" / "state"
+    cluster.state_dir = tmp_path_factory.mktemp("d") / "e" / "r"
     up = spawn(cluster, "up", *options(tiny_dir), umask=0)
     state = wait_for(lambda: clusters.read_state(cluster.state_dir, cluster.name), "state.json")
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()

@@ -243,7 +243,7 @@ def test_alone_is_among_eight_others_is_after_a_kill(either: Any, prompts: list[
         _kill_owner(either, RowState.DECODING)
         assert [one.result() for one in waiting] == alone
     # Prompts that nobody has seen, or there would be nothing to prefill; alone they are asked afterwards.
-    fresh = [[(31 * position + 17 * number) % 40000 + 100 for position in range(250)] for number in (1, 2)]
+    fresh = [[(31 * position + 17 * number) % 40000 + 100 for position in range(700)] for number in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(either.ids, prompt, 4) for prompt in fresh]
         _kill_owner(either, RowState.PREFILLING)
