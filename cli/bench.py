@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from typing import Annotated
 
@@ -17,7 +18,10 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=2, max=1 << 20)] = 256,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1 << 20)] = 32,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=256)] = 4,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same requests.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Same seed, same requests: cached the second time.", show_default="a new one"),
+    ] = None,
     as_json: JsonOption = False,
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,
@@ -38,7 +42,7 @@ def bench(
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         concurrency=concurrency,
-        seed=seed,
+        seed=secrets.randbits(32) if seed is None else seed,
         vocab_size=state.spec.vocab_size,
     )
     if sys.stderr.isatty():
@@ -56,7 +60,7 @@ def bench(
         from pdctl.cli.bench_table import render
 
         stdout_console().print(render(result))
-        remark("New prompts, nothing cached. Medians, 99th percentile in brackets.")
+        remark(f"Random prompts (--seed {workload.seed}). Medians, 99th percentile in brackets.")
     if result.num_failed:
         raise PdctlError(
             f"{result.num_failed} requests failed: {result.first_error}", hint=command("logs", name, directory)

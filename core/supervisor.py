@@ -272,7 +272,9 @@ class Supervisor:
             emit(event="stage", name=child.name, state="start")
             assert child.role is not None
             child.log_size = self._log_size(child)
-            request = {"fork": child.role.label, "index": child.index}
+            # The same image of the same weights, with as many threads: one proof is enough for all.
+            proofs = [one.proof_ns for one in self._daemons if one.role is child.role and one.proof_ns is not None]
+            request = {"fork": child.role.label, "index": child.index, "proof_ns": max(proofs, default=None)}
             with contextlib.suppress(OSError):  # the zygote's death is told by its pidfd
                 self._wire.send(json.dumps(request).encode())
                 child.asked = True
@@ -360,6 +362,7 @@ class Supervisor:
                 continue
             if self._state_of(child) in (ParticipantState.READY, ParticipantState.DRAINED):
                 child.ready = True
+                self._note_proof(child)
                 seconds = time.monotonic() - child.started
                 _log.info("%s: ready after %.2f s", child.name, seconds)
                 emit(event="stage", name=child.name, state="done")
@@ -369,6 +372,11 @@ class Supervisor:
             write_state(self._state)
             emit(event="ready", url=self._state.url)
             _silence_stdout()
+
+    def _note_proof(self, child: Child) -> None:
+        slot = self._slot_of(child)
+        if slot is not None and self._segment.participant_word(slot, P.BIT_EXACT) == 2:
+            child.proof_ns = self._segment.participant_word(slot, P.LONGEST_STEP_NS)
 
     def _slot_of(self, child: Child) -> int | None:
         if child.role is None or child.handle is None:

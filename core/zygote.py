@@ -5,7 +5,7 @@
          +---- prefill-0, decode-0, ...   orphans of the second fork: children of the supervisor (a sub-reaper)
 
 A daemon so made shares the weights' memory, and one that died is replaced in a fraction of a second. Speaks
-JSON lines over a socket pair with the supervisor: {"fork": role, "index": n} -> {"forked": pid, ...}.
+JSON lines over a socket pair with the supervisor: {"fork": role, "index": n, "proof_ns": t} -> {"forked": pid, ...}.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, su
     # SOCK_SEQPACKET: one message a read; empty when the supervisor is gone.
     while message := wire.recv(4096):
         request = json.loads(message)
-        role, index = Role[request["fork"].upper()], int(request["index"])
+        role, index, proof_ns = Role[request["fork"].upper()], int(request["index"]), request["proof_ns"]
         middle = os.fork()
         if middle == 0:
             daemon = os.fork()
@@ -87,7 +87,7 @@ def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, su
                 wire.close()
                 _await_adoption(supervisor)
                 die_with_parent(supervisor)
-                serve(spec, segment_name, role, index, model)
+                serve(spec, segment_name, role, index, model, proof_ns)
                 code = 0
             except BaseException:
                 traceback.print_exc()
