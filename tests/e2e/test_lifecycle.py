@@ -35,8 +35,8 @@ pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 120
 OUTPUT_TOKENS = 400
-# One for each way to write a directory, and one more; every other test here goes up and down as well.
-TURNS = 6
+# Twice each way to write a directory.
+TURNS = 10
 
 
 def options(model: Path | str, *more: str) -> list[str]:
