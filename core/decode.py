@@ -70,16 +70,19 @@ class DecodeEngine:
     def release(self) -> None:
         """Put all rows back, with tokens and blocks, for another daemon: drain and shutdown."""
         self._wanted.forget()
+        if self._batch:
+            self._put_back()
+            self._wake.for_work(Role.DECODE)
+
+    def _put_back(self) -> None:
         for active in self._batch:
             self._rows.put_back(active.row, Actor.DECODE)
-        if self._batch:
-            self._set_batch([])
-            self._wake.for_work(Role.DECODE)
+        self._set_batch([])
 
     # --- joining and leaving -------------------------------------------------------------------------------
 
     def _claim_ready(self) -> None:
-        if len(self._batch) >= self._spec.max_batch or self._runs_alone():
+        if self._runs_alone() or self._try_suspect():
             return
         for row in self._rows.in_state(RowState.READY):
             if len(self._batch) >= self._spec.max_batch:
@@ -92,6 +95,20 @@ class DecodeEngine:
             self._claim(row)
             if self._runs_alone():
                 return
+
+    def _try_suspect(self) -> bool:
+        """Whether a row whose last owner died over it is the batch now. For one step the others make way for it.
+
+        They are put back as they are, so that nobody pays for its death, and nobody's coming keeps it waiting.
+        """
+        now_ns = time.monotonic_ns()
+        for row in self._rows.in_state(RowState.READY):
+            waited_ns = now_ns - self._rows.get(row, R.T_STATE)
+            if self._rows.get(row, R.ATTEMPTS) and (not self._batch or waited_ns > _COURTESY_NS):
+                self._put_back()
+                self._claim(row)
+                return self._runs_alone()
+        return False
 
     def _runs_alone(self) -> bool:
         """A row whose last owner died before its first commit is the whole batch until it commits."""

@@ -1,7 +1,7 @@
 """The gate before the HTTP interface: who may come in, decided before anything of a request is read.
 
-Refuses by Host header (hosts.py) and API key (keys.py). Closed unless opened: a route that is not named here needs
-the key. Knows no model, row or route but the two that say whether we live.
+Refuses by size of the head, Host header (hosts.py) and API key (keys.py). Closed unless opened: a route that is not
+named here needs the key. Knows no model, row or route but the two that say whether we live.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdctl.core.api_errors import ApiError, json_response
+from pdctl.core.connection import MAX_HEAD_BYTES
 from pdctl.core.hosts import Hosts
 from pdctl.core.keys import ApiKey
 
@@ -46,6 +47,9 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
+        # The parser bounds a head that comes in pieces; one that is there at once it takes as it is.
+        if sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
+            raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes", code="head_too_large")
         if self._hosts is not None and not self._hosts.admits(value for name, value in headers if name == b"host"):
             raise ApiError(
                 421,

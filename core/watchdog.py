@@ -50,11 +50,12 @@ class Look:
 
 @dataclass
 class _Known:
-    """Since when nothing changed; CPU and blocked time since the last turn."""
+    """What was seen last, and for how long nothing changed: CPU and blocked time since the last turn."""
 
     pid: int
     progress: int | None
     cpu_s: float
+    last: Look
     blocked_s: float = 0.0
     stopped_s: float = 0.0
 
@@ -79,16 +80,26 @@ class Watchdog:
         for look in looks:
             known = self._known.get(look.name)
             moved = known is None or known.pid != look.pid or known.progress != look.progress
+            before = None if known is None or known.pid != look.pid else known
             if known is None or moved or not look.owns_rows:
-                stopped_s = known.stopped_s if known is not None and known.pid == look.pid else 0.0
-                known = _Known(look.pid, look.progress, look.cpu_s, stopped_s=stopped_s)
+                known = _Known(look.pid, look.progress, look.cpu_s, look)
                 self._known[look.name] = known
-            known.stopped_s = known.stopped_s + elapsed_s if look.state in "Tt" else 0.0
+            # Stopped from one look to the next: seen so twice, and not for a moment at work between.
+            if before is not None and _stands_still(before.last, look):
+                known.stopped_s = before.stopped_s + elapsed_s
+            else:
+                known.stopped_s = 0.0
+            known.last = look
             if look.state in "SD":
                 known.blocked_s += elapsed_s
             if (why := _verdict(look, known)) is not None:
                 verdicts[look.name] = why
         return verdicts
+
+
+def _stands_still(before: Look, now: Look) -> bool:
+    at_work = before.cpu_s != now.cpu_s or before.progress != now.progress
+    return before.state in "Tt" and now.state in "Tt" and not at_work
 
 
 def _verdict(look: Look, known: _Known) -> str | None:

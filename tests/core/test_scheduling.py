@@ -8,6 +8,7 @@ import pytest
 from fake_model import BLOCK, FakeCluster
 
 from pdctl.transport.layout import H, P, R
+from pdctl.transport.recovery import reap
 from pdctl.transport.rows import Actor, RowState
 from pdctl.transport.segment import ParticipantState, Role
 
@@ -326,3 +327,32 @@ def test_who_waits_for_room_is_rung_when_blocks_come_free() -> None:
     prefill.step()
     assert prefill._me.get(P.WANTS_ROOM) == 0
     cluster.run(second)
+
+
+def test_a_suspect_is_decoded_although_others_keep_coming() -> None:
+    """Its daemon died before its first commit: it runs alone for one step; the rest make way, and lose nothing."""
+    cluster = FakeCluster(local_prefill_tokens=200)
+    rows, decode = cluster.rows, cluster.decode[0]
+    others = [cluster.submit(prompt_of(20, seed), 100) for seed in range(10, 14)]
+    decode.step()
+    assert decode._me.get(P.LOAD) == len(others)
+    dead = cluster.join(Role.DECODE)
+    suspects = [cluster.submit(prompt_of(60, seed), 5) for seed in range(3)]
+    for row in suspects:
+        assert rows.claim(dead, row, alone=row == suspects[0]) is not None
+    reap(cluster.segment, dead.slot, dead.incarnation, "killed")
+    assert [rows.get(row, R.ATTEMPTS) for row in suspects] == [1, 1, 1]
+    decode.step()  # a peer with nothing to do would take them
+    assert decode._me.get(P.LOAD) == len(others)
+    for row in suspects:
+        rows.put(row, R.T_STATE, time.monotonic_ns() - 10**9)
+    for row in suspects:
+        decode.step()
+        assert [rows.state(one) for one in others] == [RowState.READY] * len(others)
+        assert (rows.state(row), rows.get(row, R.ATTEMPTS)) == (RowState.DECODING, 0)
+    decode.step()
+    assert decode._me.get(P.LOAD) == len(others) + len(suspects)
+    cluster.run()
+    for row in (*suspects, *others):
+        assert cluster.get(row, R.PREEMPTIONS) == 0
+        cluster.take(row)

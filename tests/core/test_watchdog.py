@@ -42,7 +42,8 @@ class Story:
 
 def test_a_stopped_daemon_hangs_after_two_seconds() -> None:
     story = Story()
-    assert story.pass_s(STOPPED_S - 1, state="T") is None
+    # The first look that sees it says only that it is stopped now.
+    assert story.pass_s(STOPPED_S, state="T") is None
     assert story.pass_s(1) == "stopped for 2 s"
 
 
@@ -53,8 +54,15 @@ def test_a_daemon_that_is_traced_or_stopped_with_nothing_to_do_hangs_too() -> No
 def test_a_stop_that_is_over_is_forgotten() -> None:
     story = Story()
     for _ in range(10):
-        assert story.pass_s(1, state="T") is None
+        assert story.pass_s(2, state="T") is None
         assert story.pass_s(1, state="S") is None
+
+
+def test_stops_with_work_between_two_looks_are_not_one_stop() -> None:
+    story = Story()
+    for turn in range(10):
+        assert story.pass_s(1, state="T", progress=turn) is None
+        assert story.pass_s(1, state="T", cpu=0.01) is None
 
 
 def test_one_that_spins_hangs_by_its_own_cpu_time() -> None:
@@ -99,7 +107,7 @@ def test_a_judge_who_is_late_judges_nobody() -> None:
     story = Story()
     for _ in range(20):
         assert story.pass_s(LATE_S, step_s=LATE_S, state="T") is None
-    story.pass_s(1)
+    assert story.pass_s(1) is None
     assert story.pass_s(2) is not None
 
 
@@ -107,7 +115,7 @@ def test_another_process_of_the_name_starts_anew() -> None:
     story = Story()
     story.pass_s(CPU_S - 1, cpu=1.0)
     assert story.pass_s(CPU_S - 1, cpu=1.0, pid=8) is None
-    story.pass_s(1, state="T")
+    story.pass_s(2, state="T")
     assert story.pass_s(1, state="T", pid=9) is None
 
 
@@ -115,7 +123,7 @@ def test_another_process_of_the_name_starts_anew() -> None:
 def test_a_router_is_judged_only_as_a_stopped_holder_of_the_lock(holds_lock: bool, verdict: str | None) -> None:
     story = Story(Look(name="router", pid=3, state="S", cpu_s=0.0))
     assert story.pass_s(500, cpu=1.0) is None
-    assert story.pass_s(3, state="T", holds_lock=holds_lock) == verdict
+    assert story.pass_s(4, state="T", holds_lock=holds_lock) == verdict
 
 
 # --- what /proc says ---------------------------------------------------------------------------------------
