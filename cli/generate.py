@@ -99,16 +99,22 @@ def _print_stream(client: Any, path: str, body: dict[str, Any]) -> dict[str, Any
     """Print text as it arrives; returns usage and timings."""
     out = sys.stdout.buffer
     final: dict[str, Any] = {}
-    text = ""
-    for _, chunk in client.stream(path, {**body, "stream_options": {"include_usage": True}}):
-        for choice in chunk.get("choices", []):
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-            if text:
-                out.write(text.encode())
-                out.flush()
-        final.update({key: chunk[key] for key in ("usage", "timings") if chunk.get(key)})
-    out.write(b"\n")
-    out.flush()
+    begun = False
+    try:
+        for _, chunk in client.stream(path, {**body, "stream_options": {"include_usage": True}}):
+            for choice in chunk.get("choices", []):
+                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                if text:
+                    begun = True
+                    out.write(text.encode())
+                    out.flush()
+            final.update({key: chunk[key] for key in ("usage", "timings") if chunk.get(key)})
+        begun = True
+    finally:
+        # What comes after a broken answer stands on a line of its own.
+        if begun:
+            out.write(b"\n")
+            out.flush()
     return final
 
 

@@ -33,6 +33,7 @@ from pdctl.core.keys import ApiKey
 from pdctl.core.logprobs import chat_logprobs, completion_logprobs
 from pdctl.core.metrics import Metrics
 from pdctl.core.openapi import document
+from pdctl.core.readiness import Readiness
 from pdctl.core.requests import (
     Choice,
     Delta,
@@ -545,6 +546,8 @@ class Answer:
         end = choice.failure
         if self._client.is_closing:
             return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
+        if end is not None and end.no_daemon:
+            return _no_daemon_error(self._client.readiness, end.error)
         if end is not None and end.state is RowState.FAILED:
             log.error("%s failed: %s", self.plan.request_id, end.error)
             return ApiError(500, f"generation failed: {end.error}", code="engine_failed")
@@ -671,6 +674,10 @@ class Answer:
             ",".join(choice.finish_reason or "-" for choice in self.choices),
             took_ms,
         )
+
+
+def _no_daemon_error(readiness: Readiness, words: str) -> ApiError:
+    return ApiError(503, words, code="no_daemon", retry_after_s=math.ceil(readiness.absence_limit_s))
 
 
 def _deadline_error(plan: Plan) -> ApiError:
@@ -823,10 +830,8 @@ class Api:
             raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
         if self._readiness.is_loading():
             raise ApiError(503, "the model is loading", code="loading", retry_after_s=1)
-        if absent := self._readiness.absent():
-            limit_s = self._readiness.absence_limit_s
-            message = f"no {' and no '.join(absent)} daemon has been ready for {limit_s:g} s: see pdctl status"
-            raise ApiError(503, message, code="no_daemon", retry_after_s=math.ceil(limit_s))
+        if self._readiness.absent():
+            raise _no_daemon_error(self._readiness, self._readiness.absence_words())
         prompts = await self._tokenize(request)
         plan = self._plan(request, prompts, request_id, received_ns)
         answer = Answer(plan, self._client, self._tokenizer, self._metrics.observe)

@@ -68,13 +68,21 @@ class Client:
                 arrived = time.monotonic_ns()
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise PdctlError(f"{self.url}: {chunk['error']['message']}", hint=self._hint("logs"))
+                    raise self._event_error(chunk["error"])
                 yield arrived, chunk
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._broken(error) from error
         finally:
             connection.close()
         raise PdctlError(f"{self.url}: the stream was cut off", hint=self._hint("status"))
+
+    def _event_error(self, error: dict[str, Any]) -> PdctlError:
+        message = f"{self.url}: {error['message']}"
+        if error.get("code") == "timeout":
+            return DeadlineError(message, hint=self._hint("status"))
+        if error.get("code") == "no_daemon":
+            return CapacityError(message, hint=self._hint("status"))
+        return PdctlError(message, hint=self._hint("logs"))
 
     def _send(self, path: str, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)

@@ -177,6 +177,10 @@ class DecodeEngine:
                 self._wake.clients([row])
                 return
         self._set_batch([*self._batch, active])
+        if len(self._batch) > 1:
+            # A death from now on is charged to none of them alone.
+            for one in self._batch:
+                rows.put(one.row, R.CLAIMED_ALONE, 0)
 
     def _set_batch(self, batch: list[_Active]) -> None:
         self._batch = batch

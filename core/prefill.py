@@ -104,6 +104,10 @@ class PrefillEngine:
             budget -= stop - start
             if suspect:
                 break
+        if len(parts) > 1:
+            # A death in this forward is charged to none of them alone.
+            for part in parts:
+                self._rows.put(part.claim.row, R.CLAIMED_ALONE, 0)
         chosen = {part.claim.row for part in parts}
         self._put_back([row for row in self._owned if row not in chosen])
         return parts
@@ -111,7 +115,7 @@ class PrefillEngine:
     def _urgency(self, row: int, now_ns: int) -> float:
         """Tokens left, less what could have been computed while it waited; the smallest goes first.
 
-        So a short prompt overtakes a long one, but none waits much longer than it takes to compute: after that
+        So a short prompt overtakes a long one, but only for as long as the long one takes to compute: after that
         it stands before every newcomer.
         """
         rows = self._rows

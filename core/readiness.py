@@ -46,6 +46,11 @@ class Readiness:
         now = time.monotonic()
         return [role.label for role, since in self._gone_since.items() if now - since > self.absence_limit_s]
 
+    def absence_words(self) -> str:
+        """Who has been absent, for a client."""
+        who = " and no ".join(self.absent())
+        return f"no {who} daemon has been ready for {self.absence_limit_s:g} s: see pdctl status"
+
     def is_loading(self) -> bool:
         """Whether a role has never been ready since this cluster began."""
         for role, seen in self._was_ready.items():

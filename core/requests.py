@@ -61,11 +61,16 @@ class RowRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RowEnd:
-    """How a row ended, or why nobody waits for its end."""
+    """How a row ended, or why nobody waits for its end.
+
+    Attributes:
+        no_daemon: nobody was there to begin it: it may be asked again.
+    """
 
     state: RowState
     reason: FinishReason = FinishReason.NONE
     error: str = ""
+    no_daemon: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,11 @@ class RowStream:
         self._pending_logprobs: list[TokenLogprobs] = []
         self._stats: RowStats | None = None
         self._position = len(request.tokens)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a first token."""
+        return self._position > len(self.request.tokens)
 
     def take(self) -> list[int]:
         """The tokens that came since the last call."""
@@ -352,7 +362,7 @@ class RowClient:
         decoding, first = rows.get(row, R.T_DECODING), rows.get(row, R.T_FIRST_TOKEN)
         finished = rows.get(row, R.T_FINISHED) or time.monotonic_ns()
         claimed = prefilling if prefilling else decoding
-        # Stamps are overwritten when a row changes hands: then no phase has one beginning and one end.
+        # After a death or preemption a row waits and is computed again in between: its spans are no phases.
         once = not rows.get(row, R.ADOPTIONS) and not rows.get(row, R.PREEMPTIONS)
         return RowStats(
             queue_ms=_span(received, claimed, 1e6) if once else None,
@@ -383,7 +393,20 @@ class RowClient:
             if stream.end is not None:
                 self._cancel_row(stream)
         self._scan()
+        self._give_up_waiting()
         self._freed.set()  # the supervisor recycles rows too
+
+    def _give_up_waiting(self) -> None:
+        """End what waits for a daemon of a role that has been absent too long. An answer that has begun waits on."""
+        absent = self.readiness.absent()
+        if not absent:
+            return
+        waits_for = {RowState.QUEUED: Role.PREFILL.label, RowState.READY: Role.DECODE.label}
+        for stream in list(self._live.values()):
+            if stream.end is None and not stream.has_begun and waits_for.get(self._rows.state(stream.row)) in absent:
+                stream.close(RowEnd(state=RowState.FAILED, error=self.readiness.absence_words(), no_daemon=True))
+                self._cancel_row(stream)
+                stream.on_news()
 
     def _scan(self) -> None:
         if not self._live:

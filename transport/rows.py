@@ -2,7 +2,8 @@
 
     FREE -> FILLING -> QUEUED -> PREFILLING -> READY -> DECODING -> FINISHED -> FREE
             FILLING -> READY, QUEUED -> READY        nothing, or little, is left to prefill
-            READY -> QUEUED, DECODING -> QUEUED      preempted for want of blocks (tokens kept, KV recomputed)
+            PREFILLING, READY, DECODING -> QUEUED    preempted for want of blocks (tokens kept, KV recomputed)
+            READY -> QUEUED                          more is left to prefill than it seemed
             PREFILLING -> QUEUED                     other rows go first (tokens and blocks kept)
             PREFILLING -> QUEUED, DECODING -> READY  owner dead or drained (tokens and blocks kept)
             ... -> CANCELLED / FAILED -> FREE
@@ -10,7 +11,7 @@
 While a row has an owner, only the owner (or the supervisor, once the owner is proven dead) changes its state and
 block table; everybody else writes wishes. Rows without an owner are moved inside a section by whoever needs to.
 
-What a token costs is three plain stores in a fixed order: KV of all layers, then KV_LEN, then the token's slot
+What a token costs, after the KV of all layers, is three plain stores in a fixed order: KV_LEN, the token's slot
 (generation << 32 | id; this store is the commit), then NUM_TOKENS as a hint where to look for the last slot.
 Log-probabilities, where asked for, are written before the slot, into a ring whose reader says how far it is.
 
@@ -657,6 +658,7 @@ class Rows:
                 else:
                     self._release_blocks(section, row)
                     section.add(base + R.PREEMPTIONS, 1)
+                    section.add(H.PREEMPTIONS, 1)
                     if state is RowState.READY:
                         self._move(section, row, RowState.QUEUED, actor)
         return True

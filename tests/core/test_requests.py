@@ -521,3 +521,25 @@ def test_half_a_character_at_the_limit_is_shown_at_the_end(tmp_path: Path) -> No
         assert choice.finish_reason == "length"
 
     play(tmp_path, scenario)
+
+
+def test_what_nobody_will_begin_is_given_up_and_what_has_begun_waits(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.client.readiness.absence_limit_s = 0.05
+        begun = await world.submit(b"begun, handed back", limit=40)
+        claim = world.claim(begun.row)
+        world.emit(claim, claim.num_tokens, b"x")
+        await world.hear()
+        world.rows.put_back(begun.row, Actor.DECODE)
+        waiting = await world.submit(b"nobody has begun", limit=40)
+        for daemon in (world.prefill, world.decode):
+            daemon.put(P.STATE, ParticipantState.DRAINED)
+        world.client._on_timer()
+        await asyncio.sleep(0.1)
+        world.client._on_timer()
+        assert waiting.end is not None and waiting.end.no_daemon
+        assert "daemon has been ready for" in waiting.end.error
+        assert begun.end is None
+        begun.cancel()
+
+    play(tmp_path, scenario)

@@ -356,3 +356,25 @@ def test_a_suspect_is_decoded_although_others_keep_coming() -> None:
     for row in (*suspects, *others):
         assert cluster.get(row, R.PREEMPTIONS) == 0
         cluster.take(row)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_death_is_charged_to_one_alone_only_if_it_was_alone(
+    monkeypatch: pytest.MonkeyPatch, role: Role, number: int
+) -> None:
+    cluster = FakeCluster(local_prefill_tokens=0 if role is Role.PREFILL else 200)
+    rows = [cluster.submit(prompt_of(9, seed)) for seed in range(number)]
+    engine = cluster.prefill[0] if role is Role.PREFILL else cluster.decode[0]
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.model, "forward", die)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    cluster.kill(engine)
+    assert [cluster.get(row, R.ATTEMPTS) for row in rows] == [1] * number
+    assert [cluster.get(row, R.DEATHS_ALONE) for row in rows] == [int(number == 1)] * number
+    cluster.run()
