@@ -50,7 +50,7 @@ class Look:
 
 @dataclass
 class _Known:
-    """What was seen last, and for how long nothing changed: CPU and blocked time since the last turn."""
+    """What was seen last, and since the last turn: the CPU time it had then, and how long it has been blocked."""
 
     pid: int
     progress: int | None
@@ -71,7 +71,7 @@ class Watchdog:
         Args:
             now_s: monotonic; to be called about once a second.
         """
-        elapsed_s = LATE_S if self._last_s is None else now_s - self._last_s
+        elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         if elapsed_s >= LATE_S:
             self._known.clear()
