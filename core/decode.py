@@ -299,6 +299,8 @@ class DecodeEngine:
             if (number := active.sampler.params.num_logprobs) is not None:
                 logprobs = token_logprobs(logits[index], token, number)
                 rows.put_logprobs(active.row, active.num_tokens, logprobs)
+            # Counted first: whoever sees the token sees it counted.
+            self._me.add(P.DECODE_TOKENS, 1)
             rows.commit_token(active.row, active.generation, active.num_tokens, token)
             active.num_tokens += 1
             if not rows.get(active.row, R.T_FIRST_TOKEN):
@@ -316,7 +318,6 @@ class DecodeEngine:
             self._set_batch([active for active in self._batch if active not in ended])
             self._wake.for_room()
         self._wake.clients(active.row for active in sampled)
-        self._me.add(P.DECODE_TOKENS, len(sampled))
         self._me.add(P.STEPS, 1)
         self._me.add(P.BUSY_NS, time.monotonic_ns() - began)
 
