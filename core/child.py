@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pdctl.core.process import ProcessHandle
 from pdctl.transport.segment import Role
 
-# Dying sooner than this after a start, or before it is ready, counts as a failure of the start.
+# Dying before it is ready, or sooner than this without having computed anything, is a failure of the start.
 STEADY_S = 10.0
 MAX_QUICK_DEATHS = 8
 _LONGEST_BACKOFF_S = 30.0
@@ -29,7 +29,7 @@ class Child:
         started: when its process was last made (monotonic seconds).
         start_at: when to start it next; None: it runs, or waits for something else than time.
         num_starts: tells one process of this name from the next.
-        quick_deaths: deaths in a row soon after a start, or before it was ready.
+        quick_deaths: failures of its start in a row (see STEADY_S).
         ready: it has said that it serves, or, drained, that it would.
         asked: the zygote was asked for it and has not answered.
         kill_at: when it is killed if it has not ended; None: nobody asked it to end.
@@ -69,10 +69,14 @@ class Child:
         self.start_at, self.asked = None, False
         self.num_starts += 1
 
-    def end(self) -> None:
-        """Its process is gone: decide when the next one is made, if ever."""
+    def end(self, *, worked: bool = False) -> None:
+        """Its process is gone: decide when the next one is made, if ever.
+
+        Args:
+            worked: whether it had computed something. Then its end says nothing against the next one's start.
+        """
         now, told = time.monotonic(), self.kill_at is not None
-        quick = not self.ready or now - self.started < STEADY_S
+        quick = not self.ready or (now - self.started < STEADY_S and not worked)
         self.handle, self.kill_at, self.verdict, self.ready = None, None, None, False
         if told:
             self.start_afresh()

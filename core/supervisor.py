@@ -534,7 +534,7 @@ class Supervisor:
             self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said))
             self._recover()
         was_ready = child.ready
-        child.end()
+        child.end(worked=slot is not None and self._segment.participant_word(slot, P.STEPS) > 0)
         if not self._announced and not was_ready:
             raise self._failed_start(child, cause, status)
         if not child.wanted:

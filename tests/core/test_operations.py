@@ -333,3 +333,12 @@ def test_an_end_that_was_asked_for_is_no_death(clock: list[float]) -> None:
     child.kill_at = clock[0] + 15
     child.end()
     assert (child.quick_deaths, child.start_at, child.kill_at) == (0, clock[0], None)
+
+
+def test_who_has_worked_is_started_again_however_often_it_is_killed() -> None:
+    child = Child(name="decode-0", role=Role.DECODE)
+    for _ in range(3 * MAX_QUICK_DEATHS):
+        child.ready, child.started = True, time.monotonic()
+        child.end(worked=True)
+        assert not child.gave_up and child.start_at is not None
+    assert child.quick_deaths == 0
