@@ -17,7 +17,7 @@ from functools import partial
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
-from pdctl.core.room import Wanted, ask_younger, make_room, preempt_younger
+from pdctl.core.room import Wanted, ask_younger, claim_row, preempt_younger
 from pdctl.core.sampler import RowSampler, token_logprobs
 from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
@@ -125,19 +125,10 @@ class DecodeEngine:
 
     def _claim(self, row: int) -> None:
         rows = self._rows
-        while True:
-            alone, local = not self._batch, self._spec.local_prefill_tokens
-            claim = rows.claim(self._me, row, alone=alone, local_prefill_tokens=local)
-            if claim is not None:
-                break
-            state = rows.state(row)
-            if state is RowState.QUEUED:
-                self._wake.for_work(Role.PREFILL)
-            if state is not RowState.READY or (rows.get(row, R.ATTEMPTS) and not alone):
-                return
-            if not make_room(rows, rows.get(row, R.ORDER), Actor.DECODE, self._wake):
-                self._wanted.note(rows.get(row, R.ORDER))
-                return
+        alone, local = not self._batch, self._spec.local_prefill_tokens
+        claim = claim_row(rows, self._me, row, self._wanted, self._wake, alone=alone, local_prefill_tokens=local)
+        if claim is None:
+            return
         params = rows.params(row)
         stop_ids = frozenset(params.stop_ids)
         if not params.ignore_eos:

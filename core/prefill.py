@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
-from pdctl.core.room import Wanted, make_room
+from pdctl.core.room import Wanted, claim_row
 from pdctl.core.shared_prefix import SharedPrefixes
 from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
@@ -129,19 +129,10 @@ class PrefillEngine:
         rows = self._rows
         if self._wanted.is_before(row) or self._prefixes.is_being_computed(row):
             return None
-        while True:
-            alone = not self._owned
-            claim = rows.claim(self._me, row, alone=alone, local_prefill_tokens=self._spec.local_prefill_tokens)
-            if claim is not None:
-                break
-            state = rows.state(row)
-            if state is RowState.READY:
-                self._wake.for_work(Role.DECODE)
-            if state is not RowState.QUEUED or (rows.get(row, R.ATTEMPTS) and not alone):
-                return None
-            if not make_room(rows, rows.get(row, R.ORDER), Actor.PREFILL, self._wake):
-                self._wanted.note(rows.get(row, R.ORDER))
-                return None
+        alone, local = not self._owned, self._spec.local_prefill_tokens
+        claim = claim_row(rows, self._me, row, self._wanted, self._wake, alone=alone, local_prefill_tokens=local)
+        if claim is None:
+            return None
         self._owned[row] = claim
         self._me.add(P.CLAIMS, 1)
         self._me.add(P.CACHED_TOKENS, claim.cached_tokens)

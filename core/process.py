@@ -10,6 +10,8 @@ import os
 import select
 import signal
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from pdctl.transport.segment import process_start_time
 
@@ -88,6 +90,36 @@ class ProcessHandle:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStat:
+    """What /proc says of a process or thread now.
+
+    Attributes:
+        state: R (runs, or could), S, D, T (stopped), t (traced), Z, …
+        cpu_s: CPU time that it has had.
+    """
+
+    name: str
+    state: str
+    cpu_s: float
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in "Tt"
+
+    @classmethod
+    def read(cls, pid: int, thread: int | None = None) -> ProcessStat | None:
+        """From /proc/PID/stat, or a thread's; None if it is gone."""
+        where = f"/proc/{pid}" if thread is None else f"/proc/{pid}/task/{thread}"
+        try:
+            begin, end = Path(f"{where}/stat").read_text(errors="replace").rsplit(")", 1)
+            fields = end.split()
+            ticks = int(fields[11]) + int(fields[12])
+            return cls(name=begin.split("(", 1)[1], state=fields[0], cpu_s=ticks / os.sysconf("SC_CLK_TCK"))
+        except (OSError, IndexError, ValueError):
+            return None
 
 
 def exit_text(status: int) -> str:

@@ -9,8 +9,37 @@ from __future__ import annotations
 
 from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
-from pdctl.transport.rows import Actor, Rows, RowState
+from pdctl.transport.rows import Actor, Claim, Rows, RowState
 from pdctl.transport.segment import Participant, Role, Segment
+
+_SENT_ON_TO = {RowState.QUEUED: Role.PREFILL, RowState.READY: Role.DECODE}
+
+
+def claim_row(
+    rows: Rows, me: Participant, row: int, wanted: Wanted, wake: Wake, *, alone: bool, local_prefill_tokens: int
+) -> Claim | None:
+    """Claim a row, taking blocks from younger ones if it lacks some; rings whoever it is sent on to.
+
+    Args:
+        alone, local_prefill_tokens: see `Rows.claim`.
+
+    Returns:
+        None: not now, or it is no row for us any more. If there was no room, `wanted` knows.
+    """
+    from_state, _, actor = me.claims
+    while (claim := rows.claim(me, row, alone=alone, local_prefill_tokens=local_prefill_tokens)) is None:
+        state = rows.state(row)
+        if state is not from_state:
+            if (role := _SENT_ON_TO.get(state)) is not None:
+                wake.for_work(role)
+            return None
+        if rows.get(row, R.ATTEMPTS) and not alone:
+            return None
+        order = rows.get(row, R.ORDER)
+        if not make_room(rows, order, actor, wake):
+            wanted.note(order)
+            return None
+    return claim
 
 
 def make_room(rows: Rows, order: int, actor: Actor, wake: Wake) -> bool:

@@ -11,15 +11,15 @@ nothing here raises because of them.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
-from pdctl.core.cluster import ClusterState, command, is_locked, running
+from pdctl.core.cluster import ClusterState, command, has_supervisor, is_locked, running
 from pdctl.core.numerics import numerics
+from pdctl.core.process import ProcessStat
 from pdctl.transport import lock as lock_module
 from pdctl.transport import recovery
 from pdctl.transport.errors import CorruptSegmentError, NotFoundError
@@ -337,7 +337,7 @@ def find_segment(state_dir: Path, name: str) -> FoundSegment:
     more = f"; {len(left) - 1} older left as well" if len(left) > 1 else ""
     if locked:
         return FoundSegment(name=newest, note=f"cluster {name!r} is just starting or stopping{more}")
-    if _supervisor_holds(newest):
+    if has_supervisor(newest):
         return FoundSegment(
             name=newest, note=f"cluster {name!r} runs with another state directory than {state_dir}{more}"
         )
@@ -353,14 +353,6 @@ def _changed_ns(name: SegmentName) -> int:
         return name.path.stat().st_ctime_ns
     except OSError:
         return 0
-
-
-def _supervisor_holds(name: SegmentName) -> bool:
-    try:
-        snapshot = take_snapshot(name)
-    except (NotFoundError, CorruptSegmentError):
-        return False
-    return any(slot in snapshot.held for slot in snapshot.segment.slots(Role.SUPERVISOR))
 
 
 def look(name: SegmentName | Path) -> Snapshot:
@@ -536,7 +528,7 @@ def _participant(snapshot: Snapshot, slot: int, *, foreign: bool) -> Participant
     pid, alive = word(P.PID), slot in snapshot.held
     # Another process may have got the PID of a dead one.
     visible = alive and not foreign and process_start_time(pid) == word(P.START_TIME)
-    proc = _Proc.read(pid) if visible else None
+    proc = ProcessStat.read(pid) if visible else None
     role, state = _label(Role, word(P.ROLE)), _label(ParticipantState, word(P.STATE))
     if not alive:
         state = "dead"
@@ -681,26 +673,6 @@ def printable(text: str) -> str:
 # --- /proc -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Proc:
-    name: str
-    stopped: bool
-    cpu_s: float
-
-    @classmethod
-    def read(cls, pid: int) -> _Proc | None:
-        """From /proc/PID/stat; None if the process is gone."""
-        try:
-            begin, end = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)
-            fields = end.split()
-            ticks = int(fields[11]) + int(fields[12])
-        except (OSError, IndexError, ValueError):
-            return None
-        return cls(
-            name=begin.split("(", 1)[1], stopped=fields[0] in ("T", "t"), cpu_s=ticks / os.sysconf("SC_CLK_TCK")
-        )
-
-
 def private_bytes(pid: int) -> int | None:
     """Memory of a process that no other shares, from /proc/PID/smaps_rollup; None if that cannot be read."""
     try:
@@ -720,7 +692,7 @@ def _zygote(supervisor_pid: int) -> ParticipantStatus | None:
     except OSError:
         return None
     for pid in map(int, children):
-        proc = _Proc.read(pid)
+        proc = ProcessStat.read(pid)
         # The daemons are forked from it and share its command line, but name themselves.
         if proc is None or proc.name != _ZYGOTE:
             continue
@@ -766,7 +738,7 @@ def cluster_status(state_dir: Path, name: str) -> ClusterStatus:
 def cluster_status_of(state: ClusterState, segment: SegmentStatus) -> ClusterStatus:
     """`cluster_status` of what has been read already."""
     spec = state.spec
-    supervisor = _Proc.read(state.supervisor_pid)
+    supervisor = ProcessStat.read(state.supervisor_pid)
     supervisor_state = "gone" if supervisor is None else "stopped" if supervisor.stopped else "running"
     zygote = _zygote(state.supervisor_pid)
     processes = segment.participants if zygote is None else (*segment.participants, zygote)

@@ -66,7 +66,6 @@ from pdctl.transport.segment import ParticipantState, Role, Segment, process_sta
 _log = logging.getLogger("supervisor")
 _TICK_S = 1.0
 _LOCK_DEADLINE_S = 0.5
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STOPPING_WAIT_S = 20.0
 _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 10.0
@@ -468,7 +467,7 @@ class Supervisor:
                 child.handle.send(signal.SIGKILL)
 
     def _look_at(self, child: Child) -> Look | None:
-        if child.handle is None or (found := state_and_cpu_s(child.handle.pid, _TICKS_PER_S)) is None:
+        if child.handle is None or (found := state_and_cpu_s(child.handle.pid)) is None:
             return None
         pid, (state, cpu_s) = child.handle.pid, found
         if child is self._zygote:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdctl.core.process import ProcessStat
+
 STOPPED_S = 2.0
 CPU_S = 30.0
 BLOCKED_S = 120.0
@@ -116,17 +118,20 @@ def _verdict(look: Look, known: _Known) -> str | None:
     return None
 
 
-def state_and_cpu_s(pid: int, ticks_per_s: int) -> tuple[str, float] | None:
-    """State and CPU time from /proc; None if the process is gone. A process with a thread that could run is R."""
-    try:
-        fields = _stat(Path(f"/proc/{pid}"))
-        state, cpu_s = fields[0], (int(fields[11]) + int(fields[12])) / ticks_per_s
-        if state in "SD" and any(_stat(thread)[0] == "R" for thread in Path(f"/proc/{pid}/task").iterdir()):
-            state = "R"
-        return state, cpu_s
-    except (OSError, IndexError, ValueError):
+def state_and_cpu_s(pid: int) -> tuple[str, float] | None:
+    """State and CPU time; None if the process is gone. A process with a thread that could run is R."""
+    found = ProcessStat.read(pid)
+    if found is None:
         return None
+    if found.state in "SD" and _has_ready_thread(pid):
+        return "R", found.cpu_s
+    return found.state, found.cpu_s
 
 
-def _stat(directory: Path) -> list[str]:
-    return (directory / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+def _has_ready_thread(pid: int) -> bool:
+    try:
+        threads = [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return False
+    stats = (ProcessStat.read(pid, thread) for thread in threads)
+    return any(stat is not None and stat.state == "R" for stat in stats)

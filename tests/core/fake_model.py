@@ -76,7 +76,40 @@ class FakeModel:
         return self._cells + run.block_table[position // BLOCK] * BLOCK + position % BLOCK
 
 
-class FakeCluster:
+class Engines:
+    """Engines over one segment, with bells that only note who was rung. For clusters that are stepped by hand.
+
+    Attributes:
+        segment, spec, model, rung: the cluster's own.
+    """
+
+    segment: Segment
+    spec: ClusterSpec
+    model: Any
+    rung: list[int]
+
+    def new_prefill(self) -> PrefillEngine:
+        me = self.join(Role.PREFILL)
+        return PrefillEngine(self.segment, me, self.model, self.spec, self.wake(me))
+
+    def new_decode(self) -> DecodeEngine:
+        me = self.join(Role.DECODE)
+        return DecodeEngine(self.segment, me, self.model, self.spec, self.wake(me))
+
+    def join(self, role: Role) -> Participant:
+        me = self.segment.attach(role)
+        me.put(P.STATE, ParticipantState.READY)
+        return me
+
+    def wake(self, me: Participant) -> Wake:
+        return Wake(self.segment, me.slot, self)  # type: ignore[arg-type]
+
+    def ring(self, slot: int) -> None:
+        """A bell that only notes who was rung."""
+        self.rung.append(slot)
+
+
+class FakeCluster(Engines):
     """Any number of engines over one segment of 64-bit KV cells, stepped by hand."""
 
     def __init__(self, *, prefill: int = 1, decode: int = 1, **changes: Any) -> None:
@@ -108,26 +141,6 @@ class FakeCluster:
         self.prefill = [self.new_prefill() for _ in range(prefill)]
         self.decode = [self.new_decode() for _ in range(decode)]
         self.asked: dict[int, tuple[list[int], int, int]] = {}
-
-    def new_prefill(self) -> PrefillEngine:
-        me = self.join(Role.PREFILL)
-        return PrefillEngine(self.segment, me, self.model, self.spec, self.wake(me))  # type: ignore[arg-type]
-
-    def new_decode(self) -> DecodeEngine:
-        me = self.join(Role.DECODE)
-        return DecodeEngine(self.segment, me, self.model, self.spec, self.wake(me))  # type: ignore[arg-type]
-
-    def join(self, role: Role) -> Participant:
-        me = self.segment.attach(role)
-        me.put(P.STATE, ParticipantState.READY)
-        return me
-
-    def wake(self, me: Participant) -> Wake:
-        return Wake(self.segment, me.slot, self)  # type: ignore[arg-type]
-
-    def ring(self, slot: int) -> None:
-        """A bell that only notes who was rung."""
-        self.rung.append(slot)
 
     def try_submit(self, prompt: Sequence[int], count: int, **params: Any) -> int | None:
         claim = self.rows.submit(

@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from fake_model import Engines
 
 from pdctl.core.config import ClusterSpec
 from pdctl.core.daemon import map_pages, numerics_hold
-from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model, load
 from pdctl.core.numerics import numerics
-from pdctl.core.prefill import PrefillEngine
-from pdctl.core.wake import Wake
-from pdctl.transport.layout import LOGPROB_RING, P, R
+from pdctl.transport.layout import LOGPROB_RING, R
 from pdctl.transport.recovery import reap, verify
 from pdctl.transport.rows import Actor, FinishReason, RowParams, RowState, TokenLogprobs
-from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
+from pdctl.transport.segment import Role, Segment
 
 BLOCK = 16
 CHUNK = 32
@@ -51,7 +49,7 @@ SAMPLERS: list[dict[str, Any]] = [
 ]
 
 
-class Cluster:
+class Cluster(Engines):
     """A router's, a prefill's and a decode's place over one anonymous segment, stepped by hand."""
 
     def __init__(
@@ -90,26 +88,6 @@ class Cluster:
         self.prefill = self.new_prefill()
         self.decode = self.new_decode()
         self._logprobs: dict[int, list[TokenLogprobs]] = {}
-
-    def new_prefill(self) -> PrefillEngine:
-        me = self.join(Role.PREFILL)
-        return PrefillEngine(self.segment, me, self.model, self.spec, self.wake(me))
-
-    def new_decode(self) -> DecodeEngine:
-        me = self.join(Role.DECODE)
-        return DecodeEngine(self.segment, me, self.model, self.spec, self.wake(me))
-
-    def join(self, role: Role) -> Participant:
-        me = self.segment.attach(role)
-        me.put(P.STATE, ParticipantState.READY)
-        return me
-
-    def wake(self, me: Participant) -> Wake:
-        return Wake(self.segment, me.slot, self)  # type: ignore[arg-type]
-
-    def ring(self, slot: int) -> None:
-        """A bell that only notes who was rung."""
-        self.rung.append(slot)
 
     def submit(self, tokens: list[int], count: int, **params: Any) -> tuple[int, int]:
         claim = self.segment.rows.submit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 
 from pdctl.core.watchdog import BLOCKED_S, CPU_S, LATE_S, STOPPED_S, Look, Watchdog, state_and_cpu_s
 
-TICKS = os.sysconf("SC_CLK_TCK")
 BUSY = Look(name="decode-0", pid=7, state="R", cpu_s=0.0, progress=1, owns_rows=True)
 
 
@@ -145,7 +143,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def until(pid: int, states: str) -> str:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        found = state_and_cpu_s(pid, TICKS)
+        found = state_and_cpu_s(pid)
         assert found is not None
         if found[0] in states:
             return found[0]
@@ -161,7 +159,7 @@ def test_states_of_a_process(child: subprocess.Popen[bytes]) -> None:
     until(child.pid, "S")
     child.kill()
     child.wait()
-    assert state_and_cpu_s(child.pid, TICKS) is None
+    assert state_and_cpu_s(child.pid) is None
 
 
 def test_a_thread_that_could_run_is_a_process_that_could_run() -> None:
@@ -172,10 +170,10 @@ def test_a_thread_that_could_run_is_a_process_that_could_run() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         until(process.pid, "R")
-        found = state_and_cpu_s(process.pid, TICKS)
+        found = state_and_cpu_s(process.pid)
         assert found is not None
         deadline = time.monotonic() + 30
-        while (later := state_and_cpu_s(process.pid, TICKS)) is not None and later[1] <= found[1]:
+        while (later := state_and_cpu_s(process.pid)) is not None and later[1] <= found[1]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
