@@ -1,4 +1,4 @@
-"""`pdctl bench`: a small honest table about the running cluster."""
+"""`pdctl bench`: alone, a small table about the running cluster; its sub-commands are mounted here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirO
 from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
 from pdctl.transport.errors import PdctlError
 
+app = typer.Typer()
 
+
+@app.callback(invoke_without_command=True)
 def bench(
+    ctx: typer.Context,
     requests: Annotated[int, typer.Option("--requests", "-n", min=1, max=10000, help="Of each kind.")] = 8,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=2, max=1 << 20)] = 256,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1 << 20)] = 32,
@@ -27,7 +31,9 @@ def bench(
     state_dir: StateDirOption = None,
 ) -> None:
     """Measure the running cluster: one request at a time, then several at once."""
-    from pdctl.core import bench as measuring
+    if ctx.invoked_subcommand is not None:
+        return
+    from pdctl.core.bench import quick as measuring
     from pdctl.core.client import Client
     from pdctl.core.cluster import command, running
     from pdctl.core.keys import given_key

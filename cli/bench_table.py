@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from pdctl.core.bench import Phase, Result
+    from pdctl.core.bench.quick import Phase, Result
 
 
 def render(result: Result) -> Table:

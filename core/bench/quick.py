@@ -1,4 +1,4 @@
-"""Measure a running cluster from its client's side, in the definitions of `vllm bench serve`.
+"""`pdctl bench` alone: a small honest table about the running cluster, in the definitions of `vllm bench serve`.
 
 TTFT: from just before the request is sent to the first chunk with choices. TPOT: (last chunk − first chunk) /
 (output tokens − 1), for requests with more than one. Output tokens: usage.completion_tokens. Percentiles by
@@ -9,13 +9,13 @@ the server's `timings` tell it. Monotonic clock.
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from pdctl.core.bench.figures import Series
 from pdctl.core.client import Client
 from pdctl.transport.errors import PdctlError
 
@@ -30,27 +30,6 @@ class Workload:
     concurrency: int
     seed: int
     vocab_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One figure over all requests that have it."""
-
-    mean: float
-    p50: float
-    p99: float
-    num: int
-
-    @classmethod
-    def of(cls, values: list[float]) -> Series | None:
-        if not values:
-            return None
-        return cls(
-            mean=statistics.fmean(values),
-            p50=percentile(values, 50),
-            p99=percentile(values, 99),
-            num=len(values),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +84,6 @@ class Result:
             ],
             "first_error": self.first_error,
         }
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """By linear interpolation, as numpy's default."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 @dataclass(frozen=True, kw_only=True)
