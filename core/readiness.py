@@ -10,8 +10,9 @@ import time
 from pdctl.transport.layout import P
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
-# A restart takes less than a second, a second one not much more: a role that lacks longer than this is in trouble.
-ABSENCE_LIMIT_S = 5.0
+# A restart takes less than a second; with a new zygote, because that died as well, some 5 s, on a busy machine more.
+# A role that lacks longer than this is in trouble.
+ABSENCE_LIMIT_S = 20.0
 _ROLES = (Role.PREFILL, Role.DECODE)
 
 
