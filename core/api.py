@@ -801,6 +801,7 @@ class Api:
             "created": self._started,
             "owned_by": "pdctl",
             "max_model_len": self._geometry.max_context,
+            "vocab_size": self._config.vocab_size,
             "default_sampling_params": asdict(self._config.sampling),
         }
 

@@ -1,13 +1,24 @@
-"""Figures from samples, in the definitions of `vllm bench serve`: percentiles, means, spreads.
+"""Figures from samples, in the definitions and under the keys of `vllm bench serve`.
 
-Percentiles by linear interpolation, as numpy's default; None where nothing was measured, never 0. Pure.
+TTFT, TPOT and E2EL: one value a request that succeeded; ITL: the gaps of all of them pooled. Percentiles by linear
+interpolation and standard deviations of the population, as numpy's defaults. Where nothing was measured, None, never
+0. One difference: a request with an error event in its stream, or with no end to it, has failed. Pure.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from pdctl.core.bench.samples import Sample
+from pdctl.transport.errors import UsageError
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES = (50, 90, 99)
+OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -44,3 +55,124 @@ class Series:
             p99=percentile(values, 99),
             num=len(values),
         )
+
+
+def parse_goodput(given: Sequence[str]) -> dict[str, float]:
+    """{"ttft": 300.0} from `--goodput ttft:300`; milliseconds.
+
+    Raises:
+        UsageError: it says something else.
+    """
+    objectives: dict[str, float] = {}
+    for text in given:
+        key, colon, value = text.partition(":")
+        try:
+            limit_ms = float(value)
+        except ValueError:
+            limit_ms = math.nan
+        if key not in OBJECTIVES or not colon or not 0 <= limit_ms < math.inf:
+            raise UsageError(f"--goodput {text}: expected {', '.join(f'{one}:MS' for one in OBJECTIVES)}")
+        objectives[key] = limit_ms
+    return objectives
+
+
+def meets(sample: Sample, objectives: dict[str, float]) -> bool:
+    """Whether a request succeeded within all objectives. An answer of one token has no TPOT, and meets any."""
+    values = {"ttft": sample.ttft_ms, "tpot": sample.tpot_ms or 0.0, "e2el": sample.e2el_ms}
+    return sample.ok and all((value := values[key]) is not None and value <= objectives[key] for key in objectives)
+
+
+def summarize(samples: Sequence[Sample], duration_s: float, objectives: dict[str, float]) -> dict[str, Any]:
+    """All figures of a load: `duration` in seconds, throughputs per second, latencies in ms.
+
+    Beyond vLLM's keys: `slo_attainment` (good requests by all that were sent), `total_cached_tokens`, `max_itl_ms`,
+    `errors` (failed requests by kind, with the first message of each), and `untold_output_tokens`: requests whose
+    server told neither usage nor token ids. These count in no throughput of tokens and in no TPOT.
+    """
+    good = [sample for sample in samples if sample.ok]
+    output = sum(sample.output_tokens or 0 for sample in good)
+    prompt = sum(sample.prompt_tokens or 0 for sample in good)
+    met = sum(meets(sample, objectives) for sample in good)
+    told = any(sample.output_tokens is not None for sample in good)
+    values = latencies_ms(good)
+    summary: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(samples) - len(good),
+        "total_input_tokens": prompt,
+        "total_output_tokens": output,
+        "total_cached_tokens": sum(sample.cached_tokens or 0 for sample in good),
+        "untold_output_tokens": sum(sample.output_tokens is None for sample in good),
+        "request_throughput": len(good) / duration_s if good else None,
+        "request_goodput": met / duration_s if objectives else None,
+        "slo_attainment": met / len(samples) if objectives and samples else None,
+        "output_throughput": output / duration_s if told else None,
+        "total_token_throughput": (output + prompt) / duration_s if told else None,
+        **_peaks(good),
+    }
+    for metric in METRICS:
+        summary |= _statistics(metric, values[metric])
+    summary["max_itl_ms"] = max(values["itl"], default=None)
+    summary["errors"] = _errors(samples)
+    return summary
+
+
+def latencies_ms(good: Sequence[Sample]) -> dict[str, list[float]]:
+    """All values of each of METRICS, in ms, over requests that succeeded."""
+    return {
+        "ttft": [value for sample in good if (value := sample.ttft_ms) is not None],
+        "tpot": [value for sample in good if (value := sample.tpot_ms) is not None],
+        "itl": [gap for sample in good for gap in sample.itls_ms],
+        "e2el": [value for sample in good if (value := sample.e2el_ms) is not None],
+    }
+
+
+def itls_under_prompts_ms(streams: Sequence[Sample], prompts: Sequence[Sample]) -> list[float]:
+    """The gaps of the streams that end while a prompt is between its sending and its first token."""
+    spans = [(one.sent_ms, one.chunks_ms[0]) for one in prompts if one.ok]
+    return [
+        at - before
+        for sample in streams
+        if sample.ok
+        for before, at in zip(sample.chunks_ms, sample.chunks_ms[1:], strict=False)
+        if any(begin <= at <= end for begin, end in spans)
+    ]
+
+
+def _statistics(metric: str, values: list[float]) -> dict[str, float | None]:
+    keys = ["mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES)]
+    if not values:
+        return {f"{key}_{metric}_ms": None for key in keys}
+    found = [statistics.fmean(values), statistics.median(values), statistics.pstdev(values)]
+    found += [percentile(values, percent) for percent in PERCENTILES]
+    return {f"{key}_{metric}_ms": value for key, value in zip(keys, found, strict=True)}
+
+
+def _peaks(good: list[Sample]) -> dict[str, float | None]:
+    """In buckets of a second: chunks that arrived, and requests that touched it. Both as vLLM counts them."""
+    if not good:
+        return {"max_output_tokens_per_s": None, "max_concurrent_requests": None}
+    origin = min(sample.sent_ms for sample in good)
+    chunks: dict[int, int] = {}
+    requests: dict[int, int] = {}
+    for sample in good:
+        for at in sample.chunks_ms:
+            second = int((at - origin) / 1e3)
+            chunks[second] = chunks.get(second, 0) + 1
+        for second in range(int((sample.sent_ms - origin) / 1e3), int((sample.chunks_ms[-1] - origin) / 1e3) + 1):
+            requests[second] = requests.get(second, 0) + 1
+    return {
+        "max_output_tokens_per_s": float(max(chunks.values())),
+        "max_concurrent_requests": max(requests.values()),
+    }
+
+
+def _errors(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for sample in samples:
+        if sample.error_kind is not None:
+            entry = found.setdefault(
+                sample.error_kind, {"kind": sample.error_kind, "count": 0, "first": sample.error}
+            )
+            entry["count"] += 1
+    return list(found.values())

@@ -1,0 +1,161 @@
+"""Send a workload to a server and watch: warm-up, stages, arrivals, concurrency.
+
+A request that fails is a sample like any other; the load always ends, at the latest when its last request has used up
+its own time. One thread, one event loop. Called by the commands and by sweep.py and compare.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from pdctl.core.bench.client import Clock, Server, ask, session
+from pdctl.core.bench.samples import Sample
+from pdctl.core.bench.workloads import Conversation, Request, Stage, Workload
+from pdctl.transport.errors import IncompatibleError, PdctlError
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What was measured.
+
+    Attributes:
+        samples: of all requests sent, in the workload's order.
+        duration_s: from the begin of the first stage to the end of the last request.
+        client_cpu_share: of one core, what this client used: near 1, it measured itself.
+    """
+
+    samples: tuple[Sample, ...]
+    duration_s: float
+    client_cpu_share: float
+
+
+def run(
+    server: Server,
+    workload: Workload,
+    *,
+    num_warmups: int = 1,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    ignore_eos: bool = True,
+    vocab_size: int = 0,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+) -> Load:
+    """Send all of it.
+
+    Args:
+        num_warmups: requests as long as the workload's first, one after another, before the clock starts. Their ids
+            are others: a warm-up must not put the prompts to be measured into a prefix cache.
+        timeout_s: of each request, from its begin to its last byte.
+        vocab_size: of the warm-ups' ids.
+        on_sample: called at the end of each request, in the order they end.
+
+    Raises:
+        IncompatibleError: the workload goes on from its answers' token ids, which this server does not tell.
+        PdctlError: a warm-up failed: there is nothing to measure.
+    """
+    if workload.needs_token_ids and not server.tells_token_ids:
+        raise IncompatibleError(
+            f"{server.url}: tells no token ids (return_token_ids), which the next turn of a conversation is made of",
+            hint="pdctl bench serve --workload shared-prefix",
+        )
+    return asyncio.run(
+        _Runner(server, timeout_s, ignore_eos, on_sample).run(workload, _warmups(workload, num_warmups, vocab_size))
+    )
+
+
+def _warmups(workload: Workload, number: int, vocab_size: int) -> list[Request]:
+    first = workload.requests[0]
+    source = random.Random()
+
+    def others(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if ids is None else tuple(source.randrange(vocab_size) for _ in ids)
+
+    return [dataclasses.replace(first, token_ids=others(first.token_ids), group="warm-up") for _ in range(number)]
+
+
+class _Runner:
+    def __init__(
+        self, server: Server, timeout_s: float, ignore_eos: bool, on_sample: Callable[[Sample], None]
+    ) -> None:
+        self._server = server
+        self._timeout_s = timeout_s
+        self._ignore_eos = ignore_eos
+        self._on_sample = on_sample
+        self._samples: list[Sample] = []
+        self._http: aiohttp.ClientSession
+        self._clock: Clock
+
+    async def run(self, workload: Workload, warmups: list[Request]) -> Load:
+        async with session(self._timeout_s) as self._http:
+            self._clock = Clock(began_ns=time.monotonic_ns())
+            for request in warmups:
+                warm = await self._ask(request, 0.0)
+                if warm.error is not None:
+                    raise PdctlError(f"{self._server.url}: the warm-up failed: {warm.error}", hint="pdctl status")
+            cpu_s = time.process_time()
+            self._clock = Clock(began_ns=time.monotonic_ns())
+            async with asyncio.TaskGroup() as tasks:
+                for stage in workload.stages:
+                    await self._begin(stage, tasks)
+            duration_s = self._clock.ms() / 1e3
+        return Load(
+            samples=tuple(sorted(self._samples, key=lambda sample: sample.index)),
+            duration_s=duration_s,
+            client_cpu_share=(time.process_time() - cpu_s) / duration_s,
+        )
+
+    async def _begin(self, stage: Stage, tasks: asyncio.TaskGroup) -> None:
+        """Start a stage; returns once every conversation of it has its first token, or is over."""
+        places = None if stage.max_concurrency is None else asyncio.Semaphore(stage.max_concurrency)
+        began_ms = self._clock.ms()
+        firsts = []
+        for conversation in stage.conversations:
+            firsts.append(first := asyncio.Event())
+            due_ms = began_ms + conversation.due_s * 1e3
+            tasks.create_task(self._talk(conversation, due_ms, places, first))
+        for first in firsts:
+            await first.wait()
+
+    async def _talk(
+        self, conversation: Conversation, due_ms: float, places: asyncio.Semaphore | None, first: asyncio.Event
+    ) -> None:
+        await asyncio.sleep((due_ms - self._clock.ms()) / 1e3)
+        if places is not None:
+            await places.acquire()
+        try:
+            history: tuple[int, ...] = ()
+            for request in conversation.requests:
+                sample = await self._ask(request, due_ms, history, first)
+                self._samples.append(sample)
+                self._on_sample(sample)
+                if sample.error is not None:
+                    return  # what it would have continued is not there
+                if len(conversation.requests) > 1:
+                    history += (request.token_ids or ()) + (sample.token_ids or ())
+                due_ms = self._clock.ms()
+        finally:
+            first.set()
+            if places is not None:
+                places.release()
+
+    async def _ask(
+        self, request: Request, due_ms: float, history: tuple[int, ...] = (), first: asyncio.Event | None = None
+    ) -> Sample:
+        return await ask(
+            self._http,
+            self._server,
+            request,
+            self._clock,
+            due_ms,
+            history=history,
+            ignore_eos=self._ignore_eos,
+            on_first=first,
+        )
