@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pdctl.core.bench.samples import Sample
 from pdctl.core.bench.workloads import Request
@@ -145,7 +146,7 @@ async def ask(
     except (aiohttp.ClientError, OSError) as error:
         kind = "cut_off" if isinstance(error, aiohttp.ClientPayloadError) else "connection"
         answer.fail(kind, _reason(error))
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, HttpProcessingError) as error:
         answer.fail("malformed", f"a chunk of another shape: {_reason(error)}")
     finally:
         if on_first is not None:

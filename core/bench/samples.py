@@ -76,6 +76,7 @@ class Sample:
         for key in ("due_ms", "sent_ms"):
             values[key] = round(values[key], 3)
         values["chunks_ms"] = [round(at, 3) for at in self.chunks_ms]
+        values["token_ids"] = None if self.token_ids is None else list(self.token_ids)
         return values
 
     @classmethod

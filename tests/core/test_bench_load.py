@@ -1,0 +1,395 @@
+"""Loads against servers that misbehave in every way: right counts, right causes, and the load ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pdctl.core.bench.client import Server, find_server
+from pdctl.core.bench.figures import summarize
+from pdctl.core.bench.serve import serve
+from pdctl.core.bench.workloads import Arrivals, Workload, make
+from pdctl.core.keys import ApiKey
+from pdctl.transport.errors import IncompatibleError, NotFoundError, PdctlError, UsageError
+
+WATCHDOG_S = 60
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FakeServer:
+    """An OpenAI-compatible server whose answers a test decides.
+
+    Attributes:
+        bodies: of all requests, in the order they came.
+        most_at_once: requests that were under way at once.
+    """
+
+    def __init__(self, answer: Callable[[int, dict[str, Any]], AsyncIterator[Any]], owner: str = "pdctl") -> None:
+        self._answer = answer
+        self._owner = owner
+        self._now = 0
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.most_at_once = 0
+        self.url = ""
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "owned_by": self._owner, "vocab_size": 50}]})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        number = len(self.bodies)
+        self.bodies.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        begun = False
+        try:
+            async for part in self._answer(number, self.bodies[-1]):
+                if isinstance(part, web.Response):
+                    return part
+                if not begun:
+                    await response.prepare(request)
+                    begun = True
+                if part is None:  # hang up
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return response
+                await response.write(
+                    part if isinstance(part, bytes) else b"data: " + json.dumps(part).encode() + b"\n\n"
+                )
+            if not begun:
+                await response.prepare(request)
+            return response
+        finally:
+            self._now -= 1
+
+
+@contextmanager
+def running(server: FakeServer) -> Iterator[Server]:
+    """It listens in a thread of its own while the block runs."""
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
+    stop: asyncio.Event = asyncio.Event()
+
+    async def life() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", server.models)
+        app.router.add_post("/v1/completions", server.complete)
+        app.router.add_post("/v1/chat/completions", server.complete)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        server.url = f"http://127.0.0.1:{port}"
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(life()))
+    thread.start()
+    assert ready.wait(WATCHDOG_S)
+    try:
+        yield asyncio.run(find_server(server.url, None, None))
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(WATCHDOG_S)
+        assert not thread.is_alive()
+        loop.close()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(*ids: int, finish: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "x", "token_ids": list(ids), "finish_reason": finish}]}
+
+
+def usage(prompt: int, output: int) -> dict[str, Any]:
+    return {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": output}}
+
+
+async def good(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    for token in range(body["max_tokens"]):
+        yield chunk(token)
+    yield usage(len(body["prompt"]), body["max_tokens"])
+    yield DONE
+
+
+def workload(kind: str = "random", **more: Any) -> Workload:
+    values: dict[str, Any] = {"num_prompts": 6, "input_len": 5, "output_len": 3, "max_concurrency": None}
+    values |= {"arrivals": Arrivals(), "seed": 1, "vocab_size": 50}
+    return make(kind, **{**values, **more})
+
+
+def measure(server: Server, load_: Workload, **more: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"objectives": {}, "vocab_size": 50, "num_warmups": 0, "timeout_s": 20.0, **more}
+    return serve(server, load_, **options)
+
+
+def causes(measured: dict[str, Any]) -> dict[str, int]:
+    return {error["kind"]: error["count"] for error in measured["summary"]["errors"]}
+
+
+def test_a_good_server() -> None:
+    fake = FakeServer(good)
+    ended = []
+    with running(fake) as server:
+        measured = measure(server, workload(), on_sample=ended.append)
+    summary = measured["summary"]
+    assert (summary["completed"], summary["failed"], causes(measured)) == (6, 0, {})
+    assert (summary["total_input_tokens"], summary["total_output_tokens"]) == (30, 18)
+    assert [one["token_ids"] for one in measured["samples"]] == [[0, 1, 2]] * 6
+    assert sorted(one.index for one in ended) == list(range(6))
+    body = fake.bodies[0]
+    assert body["temperature"] == 0
+    assert body["stream_options"] == {"include_usage": True}
+    assert {"ignore_eos", "return_token_ids", "timings"} <= set(body)
+
+
+def test_another_server_is_asked_what_the_interface_has() -> None:
+    fake = FakeServer(good, owner="somebody")
+    with running(fake) as server:
+        measure(server, workload())
+    assert {"timings", "return_token_ids"}.isdisjoint(fake.bodies[0])
+
+
+async def _nothing(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield DONE
+
+
+async def _no_bytes(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    return
+    yield
+
+
+async def _closes(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield chunk(1)
+    yield None
+
+
+async def _ends_early(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield chunk(1)
+
+
+async def _error_event(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield chunk(1)
+    yield {"error": {"message": "the decode daemon died", "code": "daemon_died"}}
+    yield DONE
+
+
+async def _too_many(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield web.json_response({"error": {"message": "queue full"}}, status=429)
+
+
+async def _server_error(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield web.Response(status=500, text="<html>oops</html>")
+
+
+async def _no_json(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield b"data: {not json\n\n"
+
+
+async def _other_shapes(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield [b"data: 5\n\n", b'data: {"choices": 7}\n\n', b'data: {"choices": ["x"]}\n\n'][number % 3]
+
+
+async def _endless_line(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield b"data: " + b"x" * (9 << 20)
+
+
+async def _drips(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    """Never silent for long, and never done."""
+    for _ in range(1000):
+        yield b": still here\n\n"
+        await asyncio.sleep(0.05)
+
+
+async def _hangs(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    yield chunk(1)
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (_nothing, "empty"),
+        (_no_bytes, "cut_off"),
+        (_closes, "cut_off"),
+        (_ends_early, "cut_off"),
+        (_error_event, "event"),
+        (_too_many, "http_429"),
+        (_server_error, "http_500"),
+        (_no_json, "malformed"),
+        (_other_shapes, "malformed"),
+        (_endless_line, "malformed"),
+        (_drips, "timeout"),
+        (_hangs, "timeout"),
+    ],
+)
+def test_a_server_that_fails_every_second_request(answer: Any, kind: str) -> None:
+    async def half(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        async for part in good(number, body) if number % 2 else answer(number // 2, body):
+            yield part
+
+    with running(FakeServer(half)) as server:
+        measured = measure(server, workload(max_concurrency=1), timeout_s=1.0)
+    assert causes(measured) == {kind: 3}
+    summary = measured["summary"]
+    assert (summary["completed"], summary["failed"], len(measured["samples"])) == (3, 3, 6)
+    # What failed is in no other figure.
+    assert summary["total_output_tokens"] == 9
+    assert summary == {**summarize_again(measured), "errors": summary["errors"]}
+
+
+def summarize_again(measured: dict[str, Any]) -> dict[str, Any]:
+    from pdctl.core.bench.samples import Sample
+
+    good_ones = [Sample.from_json(one) for one in measured["samples"] if one["error"] is None]
+    duration = measured["summary"]["duration"]
+    again = summarize(good_ones, duration, {})
+    # Samples are kept to the microsecond.
+    return {
+        key: pytest.approx(value, abs=0.01) if isinstance(value, float) else value for key, value in again.items()
+    } | {"failed": 3}
+
+
+def test_the_causes_own_words_are_kept() -> None:
+    with running(FakeServer(_error_event)) as server:
+        measured = measure(server, workload())
+    assert measured["summary"]["errors"][0]["first"] == "the decode daemon died"
+
+
+def test_nobody_listens_any_more() -> None:
+    with running(FakeServer(good)) as server:
+        pass
+    measured = measure(server, workload())
+    assert causes(measured) == {"connection": 6}
+    assert measured["summary"]["p50_ttft_ms"] is None
+
+
+def test_at_most_so_many_at_once() -> None:
+    async def slow(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield chunk(1)
+        await asyncio.sleep(0.05)
+        yield DONE
+
+    fake = FakeServer(slow)
+    with running(fake) as server:
+        measured = measure(server, workload(max_concurrency=2))
+        assert fake.most_at_once == 2
+        assert measured["summary"]["completed"] == 6
+        assert measured["summary"]["total_output_tokens"] == 6  # no usage: from token ids
+        measure(server, workload())
+    assert fake.most_at_once == 6
+
+
+def test_requests_come_when_they_are_due() -> None:
+    with running(FakeServer(good)) as server:
+        measured = measure(server, workload(arrivals=Arrivals(kind="constant", rate_per_s=20)))
+    sent = [one["sent_ms"] for one in measured["samples"]]
+    for index, at in enumerate(sent):
+        assert at >= 50 * index - 0.01
+        assert measured["samples"][index]["due_ms"] == pytest.approx(50 * index, abs=5)
+
+
+def test_a_turn_continues_what_was_answered() -> None:
+    fake = FakeServer(good)
+    with running(fake) as server:
+        measure(server, workload("multi-turn", num_prompts=1, turns=3))
+    first, second, third = (body["prompt"] for body in fake.bodies)
+    assert second[:8] == [*first, 0, 1, 2]
+    assert third[:16] == [*second, 0, 1, 2]
+    assert len(third) == 5 * 3 + 3 * 2
+
+
+def test_a_conversation_ends_with_its_first_failure() -> None:
+    async def second_fails(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        async for part in _too_many(number, body) if number == 1 else good(number, body):
+            yield part
+
+    with running(FakeServer(second_fails)) as server:
+        measured = measure(server, workload("multi-turn", num_prompts=1, turns=4))
+    assert (measured["summary"]["completed"], measured["summary"]["failed"]) == (1, 1)
+
+
+def test_turns_need_a_server_that_tells_ids() -> None:
+    with running(FakeServer(good, owner="other")) as server, pytest.raises(IncompatibleError, match="token ids"):
+        measure(server, workload("multi-turn", turns=2))
+
+
+def test_prompts_of_the_mixed_workload_wait_for_all_streams() -> None:
+    begun: list[int] = []
+    prompts_began_at: list[int] = []
+
+    async def watched(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        if body["max_tokens"] == 1:
+            prompts_began_at.append(len(begun))
+        else:
+            await asyncio.sleep(0.02 * number)
+            begun.append(number)
+        async for part in good(number, body):
+            yield part
+            await asyncio.sleep(0.01)
+
+    with running(FakeServer(watched)) as server:
+        measured = measure(server, workload("mixed", num_streams=3, stream_input_len=2, output_len=20, num_prompts=2))
+    assert prompts_began_at == [3, 3]
+    assert {group: figures["completed"] for group, figures in measured["groups"].items()} == {
+        "stream": 3,
+        "prompt": 2,
+    }
+    assert measured["under_prompts"]["num_gaps"] > 0
+
+
+def test_prompts_come_even_if_every_stream_fails() -> None:
+    with running(FakeServer(_too_many)) as server:
+        measured = measure(server, workload("mixed", num_streams=2))
+    assert causes(measured) == {"http_429": 8}
+    assert measured["under_prompts"]["p99_itl_ms"] is None
+
+
+def test_warm_ups_are_others_and_not_measured() -> None:
+    fake = FakeServer(good)
+    with running(fake) as server:
+        measured = measure(server, workload(), num_warmups=2)
+    asked = [body["prompt"] for body in fake.bodies]
+    assert len(asked) == 8
+    assert measured["summary"]["completed"] == 6
+    assert [len(prompt) for prompt in asked] == [5] * 8
+    assert asked[0] not in asked[2:]
+
+
+def test_a_failed_warm_up_ends_it() -> None:
+    with running(FakeServer(_too_many)) as server, pytest.raises(PdctlError, match="warm-up failed: queue full"):
+        measure(server, workload(), num_warmups=1)
+
+
+def test_a_key_is_sent() -> None:
+    fake = FakeServer(good)
+    with running(fake) as server:
+        keyed = Server(url=server.url, model=server.model, key=ApiKey("secret"))
+        measured = measure(keyed, workload())
+    assert set(fake.keys) == {"Bearer secret"}
+    assert "secret" not in json.dumps(measured)
+
+
+def test_what_answers_is_no_server_of_models(tmp_path: Any) -> None:
+    with pytest.raises(UsageError, match="http://"):
+        asyncio.run(find_server("localhost:1", None, None))
+    with pytest.raises(NotFoundError, match="nobody answers"):
+        asyncio.run(find_server("http://127.0.0.1:1", None, None))
+    with running(FakeServer(good)) as server:
+        assert (server.vocab_size, server.is_pdctl) == (50, True)
+        with pytest.raises(UsageError, match="it serves m"):
+            asyncio.run(find_server(f"{server.url}/v1", None, "other"))
+        with pytest.raises(IncompatibleError, match="HTTP 404"):
+            asyncio.run(find_server(f"{server.url}/elsewhere", None, None))
