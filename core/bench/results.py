@@ -8,7 +8,7 @@ kind, and what `results` holds:
     sweep      {"server", "objectives", "target_attainment", "best_rate_per_s" | null, "points": [{"rate_per_s",
                "summary", "meets"}]}
     compare    {"systems": [{"name", "server", "configuration", "workloads": {kind: {"rounds": [as of serve]}}}],
-               "chunk_sweep": [{"chunk_tokens", "p99_itl_ms", "output_throughput", "chosen"}],
+               "chunk_sweep": [{"chunk_tokens", figures of "mixed" in compare.py, "chosen"}],
                "token_equality": {"systems", "compared", "equal", "first_difference" | null},
                "ratios": {kind: {system: {figure: {"median", "lowest", "highest"}}}}, "verdict": [text]}
     handoff    see handoff.py
