@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,9 @@ def compare(
     from pdctl.core.bench import compare as comparing
     from pdctl.core.bench import results
 
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        # As an exception: the clusters are taken down.
+        signal.signal(signal_number, lambda number, _: sys.exit(128 + number))
     kinds = workload or list(_KINDS)
     others = [_named_url(text) for text in url or []]
     results.check_writable(output)
@@ -146,7 +150,7 @@ def _cluster(name: str, up_options: list[str], state_dir: Path) -> Iterator[Syst
     where = ["--name", f"bench-{name}", "--state-dir", str(state_dir)]
     try:
         _pdctl(["up", "--port", "0", *where, *up_options])
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         _pdctl(["down", *where])
         raise
     try:

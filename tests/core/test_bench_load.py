@@ -228,6 +228,7 @@ def test_prompts_of_the_mixed_workload_wait_for_all_streams() -> None:
     async def watched(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
         if body["max_tokens"] == 1:
             prompts_began_at.append(len(begun))
+            await asyncio.sleep(0.1)
         else:
             await asyncio.sleep(0.02 * number)
             begun.append(number)
