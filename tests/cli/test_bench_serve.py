@@ -1,0 +1,169 @@
+"""`pdctl bench serve` as a person runs it: exit codes, the table, JSON, the file it leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeServer, good, running
+
+from pdctl.core.bench import results
+from pdctl.transport.errors import IncompatibleError, NotFoundError, UsageError
+
+SMALL = ["-n", "4", "--input-len", "5", "--output-len", "3"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdctl.cli", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+async def every_second(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    # The first is the warm-up.
+    if number and number % 2:
+        yield {"error": {"message": "it died"}}
+        return
+    async for part in good(number, body):
+        yield part
+
+
+def test_a_good_run(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    with running(FakeServer(good)) as server:
+        done = bench(
+            "serve", "--base-url", server.url, *SMALL, "--seed", "7", "--goodput", "ttft:60000", "-o", str(file)
+        )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    for word in ("TTFT ms", "ITL ms", "4 ok, 0 failed", "100.0% within ttft 60000 ms"):
+        assert word in done.stdout
+    assert "--seed 7" in done.stderr
+    document = results.load(file)
+    assert document["kind"] == "serve"
+    assert (
+        document["configuration"] | {"seed": 7, "input_len": 5, "goodput_ms": {"ttft": 60000.0}}
+        == (document["configuration"])
+    )
+    assert len(document["results"]["samples"]) == 4
+    assert document["machine"]["usable_cores"] >= 1
+    assert "bench serve" in document["command"]
+
+
+def test_json_has_vllms_keys() -> None:
+    with running(FakeServer(good)) as server:
+        done = bench("serve", "--base-url", server.url, *SMALL, "--json")
+    document = json.loads(done.stdout)
+    summary = document["results"]["summary"]
+    keys = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput"}
+    keys |= {"request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s"}
+    keys |= {"max_concurrent_requests"}
+    keys |= {
+        f"{key}_{metric}_ms" for key in ("mean", "median", "std", "p99") for metric in ("ttft", "tpot", "itl", "e2el")
+    }
+    assert keys <= summary.keys()
+    assert "samples" not in document["results"]
+    assert done.stderr == ""
+
+
+def test_failed_requests_end_it_with_1() -> None:
+    """S60: what failed is counted, and no zero stands for it."""
+    with running(FakeServer(every_second)) as server:
+        done = bench("serve", "--base-url", server.url, *SMALL, "-c", "1")
+        empty = bench("serve", "--base-url", server.url, *SMALL, "--output-len", "1", "--num-warmups", "0")
+    assert done.returncode == 1
+    assert "2 ok, 2 failed" in done.stdout
+    assert "2 x event" in done.stdout
+    assert "2 of 4 requests failed; event: it died" in done.stderr
+    assert empty.returncode == 1
+    assert "n/a" in empty.stdout  # one token has neither TPOT nor ITL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--base-url", "http://127.0.0.1:1"], 3, "nobody answers"),
+        (["--base-url", "nonsense"], 2, "expected http://"),
+        (["--name", "nobody-here"], 3, "not running"),
+        (["--find-rate"], 2, "needs an objective"),
+        (["--goodput", "fast"], 2, "expected ttft:MS"),
+        (["--output", "/nowhere/at/all"], 2, "directory that can be written"),
+    ],
+)
+def test_what_cannot_be_measured(arguments: list[str], code: int, says: str, tmp_path: Path) -> None:
+    done = bench("serve", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-w", "other"], "expected one of random"),
+        (["-w", "jsonl"], "needs --dataset"),
+        (["--request-rate", "0"], "expected more than 0"),
+        (["--request-rate", "nan"], "expected more than 0"),
+        (["--arrivals", "never", "-r", "1"], "expected one of poisson"),
+        (["--find-rate", "--goodput", "ttft:5", "-r", "3"], "chooses the rates"),
+    ],
+)
+def test_what_is_no_workload(arguments: list[str], says: str) -> None:
+    with running(FakeServer(good)) as server:
+        done = bench("serve", "--base-url", server.url, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+def test_the_highest_rate(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    with running(FakeServer(good)) as server:
+        done = bench(
+            "serve", "--base-url", server.url, *SMALL, "--find-rate", "--goodput", "e2el:60000", "-o", str(file)
+        )
+    assert done.returncode == 0, done.stderr
+    assert "all at once" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    document = results.load(file)
+    assert document["kind"] == "sweep"
+    assert document["results"]["best_rate_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (None, NotFoundError),
+        ("", IncompatibleError),
+        ("[]", IncompatibleError),
+        ("{}", IncompatibleError),
+        ('{"schema": "pdctl-bench-0"}', IncompatibleError),
+        ('{"schema": "pdctl-bench-1", "kind": "x", "results": {}}', IncompatibleError),
+        ('{"schema": "pdctl-bench-1", "kind": "serve"}', IncompatibleError),
+        ("[" * 100_000, IncompatibleError),
+        ("\xff\x00", IncompatibleError),
+    ],
+)
+def test_a_file_that_holds_no_results(tmp_path: Path, content: str | None, error: type[Exception]) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(error, match=str(file)):
+        results.load(file)
+
+
+def test_results_are_written_whole_or_not(tmp_path: Path) -> None:
+    document = results.document("serve", {}, {"samples": []})
+    results.save(document, tmp_path / "a.json")
+    assert results.load(tmp_path / "a.json") == document
+    with pytest.raises(UsageError, match="--output"):
+        results.save(document, tmp_path / "missing" / "a.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
