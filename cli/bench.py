@@ -68,6 +68,7 @@ def bench(
 
         stdout_console().print(render(result))
         remark(f"Random prompts (--seed {workload.seed}). Medians, 99th percentile in brackets.")
+        remark("More: pdctl bench serve, compare, handoff, engine, report (each with --help).")
     if result.num_failed:
         raise PdctlError(
             f"{result.num_failed} requests failed: {result.first_error}", hint=command("logs", name, directory)
