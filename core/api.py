@@ -637,8 +637,7 @@ class Answer:
                 role = {"role": "assistant", "content": ""}
                 yield envelope | {"choices": [self._piece(choice.index, role, None)]}
                 begun.add(choice.index)
-            if not (delta.text or choice.is_done or plan.return_token_ids or delta.logprobs):
-                continue
+            # Of a token without text too, as in vLLM: whoever measures sees every step.
             content: object = delta.text
             if plan.chat:
                 content = {"content": delta.text} if delta.text or not choice.is_done else {}

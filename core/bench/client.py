@@ -235,7 +235,6 @@ def _body(server: Server, request: Request, history: tuple[int, ...], ignore_eos
     if ignore_eos:
         body["ignore_eos"] = True
     if server.tells_token_ids:
-        # Without it our server holds a chunk back that ends in half a character, and its time would be missed.
         body["return_token_ids"] = True
     if server.is_pdctl:
         body["timings"] = True

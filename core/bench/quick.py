@@ -148,8 +148,6 @@ def _measure(client: Client, prompt: list[int], max_tokens: int, errors: list[st
         "temperature": 0,
         "ignore_eos": True,
         "timings": True,
-        # Without it a chunk that ends in half a character is held back, and would be missed.
-        "return_token_ids": True,
         "stream_options": {"include_usage": True},
     }
     sent = time.monotonic_ns()
