@@ -1,6 +1,6 @@
 """`down` during anything: it returns, and then there is no process, port, segment or state file.
 
-Whatever it interrupts ends as well, with a word and not a traceback.
+Whatever it interrupts ends as well, with a word and not a traceback. S32, S35: the end of both.
 """
 
 from __future__ import annotations

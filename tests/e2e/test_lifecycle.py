@@ -476,6 +476,7 @@ def _rows_moved(cluster: Any, stream: subprocess.Popen[bytes]) -> bool:
 
 
 def test_a_killed_router_comes_back_on_its_port(shared: Any) -> None:
+    """S32."""
     before, url = processes(shared), shared.state.url
     os.kill(before["pdctl-router"], signal.SIGKILL)
     wait_for(lambda: processes(shared).get("pdctl-router", 0) not in (0, before["pdctl-router"]), "another router")
