@@ -88,12 +88,14 @@ _LATEST_S = 253370764799
 
 
 def _verification_lines(checked: Verification) -> list[str]:
+    from pdctl.cli.tables import number_of
+
     lines = []
     if checked.undone is not None:
         lines.append(f"undone before the recount, in the copy only: {checked.undone}, which was cut off")
-    sealed = f", KV of {checked.num_sealed} sealed blocks" if checked.num_sealed else ""
-    recounted = f"{checked.num_blocks} blocks, {checked.num_rows} rows{sealed} verified"
+    sealed = f", KV of {number_of(checked.num_sealed, 'sealed block')}" if checked.num_sealed else ""
+    recounted = f"{number_of(checked.num_blocks, 'block')}, {number_of(checked.num_rows, 'row')}{sealed} verified"
     if not checked.problems:
         return [*lines, f"{recounted}: clean"]
     lines += [f"problem: {problem}" for problem in checked.problems]
-    return [*lines, f"{recounted}: {len(checked.problems)} problems"]
+    return [*lines, f"{recounted}: {number_of(len(checked.problems), 'problem')}"]

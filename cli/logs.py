@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.output import remark
 from pdctl.transport.errors import NotFoundError, UsageError
 from pdctl.transport.names import log_dir
 
@@ -33,7 +34,10 @@ def logs(
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,
 ) -> None:
-    """Show the logs of a cluster; they stay after `down`."""
+    """Show the logs of a cluster; they stay after `down`.
+
+    With --grep, exit code 1 if no line has the text.
+    """
     from pdctl.core.cluster import command
 
     if process is not None and not process.replace("-", "").isalnum():
@@ -55,6 +59,9 @@ def logs(
                     last.extend(line.rstrip("\n") for line in text if grep is None or grep in line)
         lines += _stamped(file.stem, last)
     follower.print(lines)
+    if grep is not None and not lines and not follow:
+        remark(f"no line of {', '.join(file.stem for file in files)} has {grep!r}")
+        raise typer.Exit(1)
     while follow:
         follower.print_new()
         time.sleep(POLL_S)

@@ -19,6 +19,7 @@ def ls(state_dir: StateDirOption = None, as_json: JsonOption = False) -> None:
     elif found:
         from pdctl.cli.tables import clusters_view
 
-        stdout_console().print(clusters_view(found))
+        console = stdout_console()
+        console.print(clusters_view(found, console.width))
     else:
         remark(f"no clusters in {directory}, and no segments of yours")

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def stdout_console() -> Console:
-    """For tables. 80 columns when piped, as on a plain terminal."""
+    """For tables. 80 columns when piped, as on a plain terminal, and no blanks at the ends of lines."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(width=80, highlight=False, file=cast("IO[str]", _Piped()))
+
+
+class _Piped:
+    """stdout, for whole lines."""
+
+    encoding = property(lambda self: sys.stdout.encoding)
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def stderr_console() -> Console:

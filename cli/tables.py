@@ -106,6 +106,11 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
+def number_of(count: int, noun: str) -> str:
+    """1 row, 2 rows."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole else _NONE
 
@@ -170,8 +175,8 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
     return table
 
 
-def clusters_view(clusters: Sequence[ClusterSummary]) -> RenderableType:
-    """What `pdctl ls` shows."""
+def clusters_view(clusters: Sequence[ClusterSummary], width: int) -> RenderableType:
+    """What `pdctl ls` shows; the model's name gets what 80 columns leave."""
     table = _table(
         ("name", False),
         ("phase", False),
@@ -185,7 +190,7 @@ def clusters_view(clusters: Sequence[ClusterSummary]) -> RenderableType:
             _shortened(one.name, 15),
             _state(one.phase),
             one.url or _NONE,
-            _shortened(one.model or _NONE, 14),
+            _shortened(one.model or _NONE, 14 + max(0, width - 80)),
             _daemons_words(one),
             seconds(one.uptime_s),
         )
@@ -248,9 +253,10 @@ def _counter_facts(counters: Counters) -> list[tuple[str, str | Text]]:
         f"{counters.num_failed} failed, {counters.num_cancelled} cancelled; {counters.num_rejected} rejected"
     )
     events = (
-        f"{counters.num_preemptions} preemptions, {counters.num_adoptions} adoptions, "
-        f"{counters.num_deaths} deaths, {counters.num_repairs} repairs, {counters.num_evictions} evictions"
-        + (f", {counters.num_broken_blocks} broken blocks" if counters.num_broken_blocks else "")
+        f"{number_of(counters.num_preemptions, 'preemption')}, {number_of(counters.num_adoptions, 'adoption')}, "
+        f"{number_of(counters.num_deaths, 'death')}, {number_of(counters.num_repairs, 'repair')}, "
+        f"{number_of(counters.num_evictions, 'eviction')}"
+        + (f", {number_of(counters.num_broken_blocks, 'broken block')}" if counters.num_broken_blocks else "")
     )
     cached, prompt = counters.num_cached_tokens, counters.num_prompt_tokens
     return [

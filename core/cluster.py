@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import stat
 import struct
 import time
@@ -26,7 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pdctl.core.config import ClusterSpec
-from pdctl.core.process import ProcessHandle
+from pdctl.core.process import ProcessHandle, ProcessStat
 from pdctl.transport.errors import (
     AlreadyRunningError,
     CorruptSegmentError,
@@ -376,14 +377,25 @@ def already_running(state_dir: Path, name: str, state: ClusterState | None) -> A
 
 
 def remove_stale(state_dir: Path, name: str, *, wait_s: float = 5.0) -> list[SegmentName]:
-    """Unlink the segments that dead supervisors of this name left. Call with the cluster's lock held.
+    """End the processes and unlink the segments that dead supervisors of this name left. Call with its lock held.
 
-    Their daemons are killed by the kernel when the supervisor dies; give the last of them a moment.
+    Daemons are killed by the kernel when the supervisor dies; give the last of them a moment.
 
     Returns:
         The segments removed.
     """
     removed, deadline = [], time.monotonic() + wait_s
+    while strays := _strays(spec_path(state_dir, name)):
+        for stray in strays:
+            stray.send(signal.SIGKILL)
+        alive = [stray.pid for stray in strays if not stray.is_gone(max(0.0, deadline - time.monotonic()))]
+        for stray in strays:
+            stray.close()
+        if alive:
+            raise AlreadyRunningError(
+                f"cluster {name!r}: process {alive[0]} of an earlier one does not end",
+                hint=command("status", name, state_dir),
+            )
     for segment in segments_of(name):
         while not has_supervisor(segment):
             if unlink_if_orphaned(segment):
@@ -396,6 +408,33 @@ def remove_stale(state_dir: Path, name: str, *, wait_s: float = 5.0) -> list[Seg
                 )
             time.sleep(0.02)
     return removed
+
+
+def _strays(spec: Path) -> list[ProcessHandle]:
+    """Processes made with this specification whose supervisor is dead: those that were not bound to its life yet."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and _is_stray(int(entry.name), spec):
+            with contextlib.suppress(ProcessLookupError):
+                stray = ProcessHandle(int(entry.name))
+                # Looked at again: the number may have become a stranger's.
+                if _is_stray(stray.pid, spec):
+                    found.append(stray)
+                else:
+                    stray.close()
+    return found
+
+
+def _is_stray(pid: int, spec: Path) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if os.fsencode(spec) not in words or not any(word.startswith(b"pdctl.core.") for word in words):
+            return False
+        # A supervisor leads a session of its own; its number is no other's while a process of that session lives.
+        supervisor = ProcessStat.read(os.getsid(pid))
+        return supervisor is None or supervisor.state in "ZX"
+    except OSError:  # it is gone, or another user's
+        return False
 
 
 def tidy(state_dir: Path, name: str) -> list[SegmentName] | None:

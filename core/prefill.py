@@ -67,7 +67,9 @@ class PrefillEngine:
         if self._rows.in_state(RowState.QUEUED):
             self._wake.an_idle_peer(Role.PREFILL)
         self._compute(parts)
-        self._hand_over([part.claim.row for part in parts if part.is_last])
+        # Whose client left meanwhile is not handed over: nobody would look at it before decode has room.
+        self._follow_wishes()
+        self._hand_over([part.claim.row for part in parts if part.is_last and part.claim.row in self._owned])
         return True
 
     def release(self) -> None:

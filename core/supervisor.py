@@ -590,6 +590,7 @@ class Supervisor:
             # The zygote and an unfinished start have nothing to put in order.
             orderly = child.role is not None and child.ready
             child.handle.send(signal.SIGTERM if orderly else signal.SIGKILL)
+            child.handle.send(signal.SIGCONT)  # a stopped one could not hear us
         deadline = time.monotonic() + _TERM_GRACE_S
         for child in living:
             assert child.handle is not None

@@ -822,6 +822,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
 
 @in_world()
 async def test_bad_fields_are_named(world: World) -> None:
+    """S50: as the client sent them; a stream is refused before it begins."""
     for stream in (False, True):
         for name, value in BAD_FIELDS:
             content = json.dumps({"prompt": "ab", "stream": stream, name: value})
@@ -898,6 +899,7 @@ async def test_bad_chats_are_named(world: World) -> None:
 
 @in_world()
 async def test_template_refuses_in_its_own_words(world: World) -> None:
+    """S53 b."""
     messages = [{"role": "system", "content": "no"}, {"role": "user", "content": "a"}]
     for stream in (False, True):
         response = await world.post("/v1/chat/completions", messages=messages, stream=stream)
@@ -906,6 +908,7 @@ async def test_template_refuses_in_its_own_words(world: World) -> None:
 
 @in_world(template=False)
 async def test_no_template_no_chat_but_completions(world: World) -> None:
+    """S53 a."""
     for stream in (False, True):
         response = await world.post(
             "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=stream

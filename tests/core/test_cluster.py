@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +95,38 @@ def test_a_directory_that_all_share_is_not_made_private(tmp_path: Path) -> None:
         private_directory(tmp_path)
     assert tmp_path.stat().st_mode & 0o7777 == 0o1777
     tmp_path.chmod(0o700)
+
+
+def test_only_what_a_dead_supervisor_left_is_ended(tmp_path: Path) -> None:
+    """A process not yet bound to its supervisor outlives it; one whose supervisor lives is none of ours to end."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)", "-m", "pdctl.core.router", "--spec"]
+    leader = (
+        "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid, flush=True)"
+    )
+
+    def started(directory: str, ends: str) -> tuple[subprocess.Popen[str], int]:
+        command = [sys.executable, "-c", f"{leader}; {ends}", *sleeper, str(tmp_path / directory / "spec.json")]
+        supervisor = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert supervisor.stdout is not None
+        return supervisor, int(supervisor.stdout.readline())
+
+    dead, stray = started("one", "sys.exit()")
+    alive, child = started("one", "sys.stdin.read()")
+    dead_too, other = started("two", "sys.exit()")
+    dead.wait(60)
+    dead_too.wait(60)
+    handles = {pid: os.pidfd_open(pid) for pid in (stray, child, other)}
+    try:
+        assert clusters.remove_stale(tmp_path, "one") == []
+        ended = [pid for pid, fd in handles.items() if select.select([fd], [], [], 0)[0]]
+        assert ended == [stray]
+    finally:
+        for fd in handles.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
+        for supervisor in (dead, alive, dead_too):
+            supervisor.kill()
+            supervisor.communicate(timeout=60)

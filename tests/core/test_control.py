@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pdctl.core import control, control_client
 from pdctl.core.control import MAX_CLIENTS, MAX_REQUEST_BYTES, ControlClient, ControlServer
@@ -135,6 +137,21 @@ def test_what_is_no_request_is_refused(server: Server, data: bytes) -> None:
     assert answer["error"]["exit_code"] == UsageError.exit_code
     assert answer["error"]["message"].startswith("control: expected")
     assert_serves(server)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    line=st.one_of(
+        st.binary(max_size=300),
+        st.recursive(
+            st.one_of(st.none(), st.floats(), st.text()),
+            lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+        ).map(lambda value: json.dumps(value).encode()),
+    )
+)
+def test_any_line_is_answered_once(server: Server, line: bytes) -> None:
+    answers = send(server, line + b"\n")
+    assert [next(iter(answer)) for answer in answers] in (["error"], ["taken", "progress", "progress", "done"])
 
 
 def test_bytes_may_come_one_by_one(server: Server) -> None:

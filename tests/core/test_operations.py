@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdctl.core import child as children
 from pdctl.core.child import MAX_QUICK_DEATHS, Child
 from pdctl.core.operations import DAEMONS, Operations
-from pdctl.transport.errors import NotFoundError
+from pdctl.transport.errors import NotFoundError, UsageError
 from pdctl.transport.segment import Role
 
 
@@ -342,3 +345,45 @@ def test_who_has_worked_is_started_again_however_often_it_is_killed() -> None:
         child.end(worked=True)
         assert not child.gave_up and child.start_at is not None
     assert child.quick_deaths == 0
+
+
+_WORDS = st.one_of(
+    st.sampled_from(["scale", "drain", "restart", "prefill", "decode", "prefill-0", "decode-0", "router", "zygote"]),
+    st.text(st.characters(), max_size=5),  # lone surrogates too: JSON has them
+)
+_ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _WORDS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_WORDS, inner, max_size=3)),
+    max_leaves=6,
+)
+_FIELDS = st.sampled_from(["operation", "numbers", "name", "names", "undo", "force", "timeout_s", "x"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    request=st.dictionaries(_FIELDS, _ANYTHING, max_size=8),
+    likely=st.fixed_dictionaries(
+        {},
+        optional={
+            "operation": st.sampled_from(["scale", "drain", "restart"]),
+            "numbers": st.dictionaries(_WORDS, st.integers(-1, 17), max_size=2),
+            "name": _WORDS,
+            "names": st.lists(_WORDS, max_size=3),
+            "timeout_s": st.floats(0.1, 100),
+        },
+    ),
+)
+def test_any_request_is_refused_by_name_or_done(request: dict[str, Any], likely: dict[str, Any]) -> None:
+    """Whatever JSON comes over the control socket: no error of ours, and the next request is answered."""
+    world, asker = World(), Asker()
+    world.operations.ask(asker, {**request, **likely})
+    world.operations.advance()
+    if asker.answer is not None and "error" in asker.answer:
+        # An exception that is no refusal would have another.
+        assert asker.error["exit_code"] in (UsageError.exit_code, NotFoundError.exit_code), asker.answer
+        json.dumps(asker.answer).encode()
+    # What is under way ends when its client leaves; the next one is heard.
+    asker.is_gone = True
+    world.fleet.start_all()
+    world.operations.advance()
+    assert world.ask("nonsense").error["exit_code"] == UsageError.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from fake_model import BLOCK, FakeCluster
@@ -99,6 +100,23 @@ def test_cancelled_between_chunks() -> None:
     assert not cluster.prefill[0].step()
     assert cluster.rows.state(row) is RowState.CANCELLED
     assert len(cluster.model.forwards) == 1
+    assert cluster.prefill[0]._me.get(P.LOAD) == 0
+
+
+def test_cancelled_during_its_last_chunk_it_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold its blocks until decode has room, or somebody looks."""
+    cluster = FakeCluster()
+    left, stays = cluster.submit(prompt_of(9, 1)), cluster.submit(prompt_of(9, 2))
+    forward = cluster.model.forward
+
+    def leave_meanwhile(*arguments: Any) -> Any:
+        cluster.cancel(left)
+        return forward(*arguments)
+
+    monkeypatch.setattr(cluster.model, "forward", leave_meanwhile)
+    assert cluster.prefill[0].step()
+    assert (cluster.rows.state(left), cluster.rows.state(stays)) == (RowState.CANCELLED, RowState.READY)
+    assert cluster.get(left, R.NUM_BLOCKS) == 0
     assert cluster.prefill[0]._me.get(P.LOAD) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pdctl.cli.main import app
+from pdctl.cli.tables import clusters_view
 from pdctl.core import survey
 from pdctl.core.cluster import is_cluster_directory
 from pdctl.core.survey import collect, leftovers
@@ -164,3 +167,20 @@ def test_ls_of_a_running_cluster_fits_80_columns(cluster: Cluster) -> None:
     lines = run(cluster, "ls").splitlines()
     assert max(map(len, lines)) <= 80
     assert "http://127.0.0.1:8000" in lines[1] and "1P1/16D" in lines[1] and "1m05s" in lines[1]
+    assert [line.rstrip() for line in lines] == lines
+    wide = Console(width=110, file=io.StringIO())
+    wide.print(clusters_view(survey.survey(cluster.state_dir), wide.width))
+    assert "a-model-with-a-rather-long-name" not in lines[1]
+    assert "a-model-with-a-rather-long-name" in wide.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_logs_say_when_nothing_matches(cluster: Cluster) -> None:
+    """On stderr, with grep's exit code; a text that is there is no error."""
+    logs = log_dir(cluster.state_dir, "one")
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / "router.log").write_text("2026-01-01 00:00:00.000Z I x abc\n")
+    place = ["--name", "one", "--state-dir", str(cluster.state_dir)]
+    found = CliRunner().invoke(app, ["logs", "--grep", "abc", *place])
+    assert (found.exit_code, found.stdout, found.stderr) == (0, "router | 2026-01-01 00:00:00.000Z I x abc\n", "")
+    missed = CliRunner().invoke(app, ["logs", "--grep", "abd", *place])
+    assert (missed.exit_code, missed.stdout, missed.stderr) == (1, "", "no line of router has 'abd'\n")

@@ -158,6 +158,35 @@ def test_where_failures_are_not_resumed_the_client_hears_the_cause(start: Any, t
     assert result.code != 0 and f"decode-0 (pid {pid}) ended" in result.err
     wait_for(lambda: one.get("/health/ready") == 200, "its successor")
     assert one.ids(tokens_of(9, 1), 3)
+    _a_killed_prefill_daemon_is_named(one)
+
+
+def _a_killed_prefill_daemon_is_named(one: Any) -> None:
+    """S22, S61: before the first token, and not streamed; its id leads to the cause in all logs."""
+    segment = open_to_look(one.state.segment_name)
+    with ThreadPoolExecutor(1) as pool:
+        for seed in range(100):
+            # Another one each time: what was computed is in the cache.
+            body = {"prompt": tokens_of(1900, 100 + seed), "max_tokens": 3}
+            answer = pool.submit(one.post, "/v1/completions", body)
+            wait_for(lambda answer=answer: owner_of(segment, RowState.PREFILLING) or answer.done(), "prefill")
+            pid = one.kill(Role.PREFILL)
+            status, told = answer.result(60)
+            wait_for(lambda: one.get("/health/ready") == 200, "its successor")
+            if status != 200:
+                break
+    segment.close()
+    assert (status, told["error"]["code"]) == (500, "engine_failed")
+    cause = f"prefill-0 (pid {pid}) ended: signal SIGKILL"
+    assert cause in told["error"]["message"]
+    with_cause = one.cli("logs", "--grep", cause).out.splitlines()
+    ids = {word for line in with_cause for word in line.split() if word.startswith("cmpl-")}
+    assert len(ids) == 1
+    lines = one.cli("logs", "--grep", ids.pop()).out.splitlines()
+    assert {line.split()[0] for line in lines} == {"router", "prefill-0", "supervisor"}
+    assert {line.split()[0] for line in lines if cause in line} == {"router", "supervisor"}
+    assert verify(take_snapshot(one.state.segment_name).segment) == []
+    assert len(one.ids(tokens_of(100, 1), 3)) == 3
 
 
 def test_what_the_dead_held_is_never_shown_as_healthy_use(cluster: Any) -> None:
@@ -178,17 +207,19 @@ def test_what_the_dead_held_is_never_shown_as_healthy_use(cluster: Any) -> None:
     assert all(len(one.result()) == 400 for one in waiting)
 
 
-def test_both_prefill_daemons_killed_one_after_the_other(cluster: Any) -> None:
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_both_daemons_of_a_role_killed_one_after_the_other(cluster: Any, role: Role) -> None:
     """S41, S42: the first death costs nothing; whoever comes back serves, and nobody else was restarted."""
     scaled = cluster.cli("scale", "prefill=2")
     assert scaled.code == 0, scaled.err
-    decoders = cluster.slots(Role.DECODE)
+    other_role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    others = cluster.slots(other_role)
     for _ in range(2):
-        killed = cluster.kill(Role.PREFILL)
+        killed = cluster.kill(role)
         with ThreadPoolExecutor(5) as pool:
             answers = list(pool.map(lambda seed: cluster.ids(tokens_of(60, 40 + seed), 4), range(5)))
         assert all(len(answer) == 4 for answer in answers)
         wait_for(lambda: cluster.cli("status").code == 0, "health")
-        assert killed not in [pid for _, pid in cluster.slots(Role.PREFILL)]
-    assert cluster.slots(Role.DECODE) == decoders
+        assert killed not in [pid for _, pid in cluster.slots(role)]
+    assert cluster.slots(other_role) == others
     assert verify(take_snapshot(cluster.state.segment_name).segment) == []

@@ -303,18 +303,6 @@ def test_ctrl_c_while_modules_load_is_quiet(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_down_while_it_is_starting(start: Any, tiny_dir: Path) -> None:
-    cluster = named(start)
-    up = spawn(cluster, "up", *options(tiny_dir))
-    wait_for(lambda: len(processes(cluster)) >= 3, "router and zygote")
-    cluster.down()
-    code, _, err = ended(up)
-    assert code == 1
-    assert "taken down while it was starting" in err
-    assert "Traceback" not in err
-    assert_clean(cluster)
-
-
 def test_a_port_that_another_program_has(start: Any, tiny_dir: Path) -> None:
     """S30 a."""
     server = subprocess.Popen(
@@ -488,6 +476,7 @@ def _rows_moved(cluster: Any, stream: subprocess.Popen[bytes]) -> bool:
 
 
 def test_a_killed_router_comes_back_on_its_port(shared: Any) -> None:
+    """S32."""
     before, url = processes(shared), shared.state.url
     os.kill(before["pdctl-router"], signal.SIGKILL)
     wait_for(lambda: processes(shared).get("pdctl-router", 0) not in (0, before["pdctl-router"]), "another router")

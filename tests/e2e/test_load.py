@@ -7,14 +7,18 @@ One cluster of two prefill and two decode daemons for all; a cramped one for wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import re
 import socket
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,8 @@ from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import P, R
 from pdctl.transport.names import cluster_dir
 from pdctl.transport.recovery import verify
-from pdctl.transport.rows import RowParams, RowState
-from pdctl.transport.segment import Role, Segment, take_snapshot
+from pdctl.transport.rows import OWNED, RowParams, RowState
+from pdctl.transport.segment import Role, Segment, open_to_look, take_snapshot
 
 pytestmark = pytest.mark.e2e
 
@@ -110,21 +114,27 @@ def tokens_of(length: int, seed: int) -> list[int]:
 
 
 class Caller:
-    """A client that can hang up at any moment."""
+    """A client that can hang up at any moment. Its prompt: ids for a completion, a text for a chat."""
 
-    def __init__(self, cluster: Any, prompt: list[int], max_tokens: int, *, stream: bool = False) -> None:
-        host, _, port = cluster.state.url.removeprefix("http://").rpartition(":")
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    def __init__(
+        self, url: str, prompt: list[int] | str, max_tokens: int, *, stream: bool = False, name: str = "", **more: Any
+    ) -> None:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        body = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": stream, **more}
+        chat = isinstance(prompt, str)
+        body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         data = json.dumps(body).encode()
         headers = {
             "Host": host,
             "Content-Type": "application/json",
             "Connection": "close",
             "Content-Length": len(data),
+            "X-Request-Id": name,
         }
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.socket = socket.create_connection((host, int(port)), timeout=120)
-        self.socket.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data)
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        self.socket.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
 
     def rest(self) -> bytes:
         found = b"".join(iter(lambda: self.socket.recv(65536), b""))
@@ -169,7 +179,7 @@ def test_a_prefix_from_the_cache_changes_nothing(cluster: Any) -> None:
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["token_ids"]
 
     cold, warm = ask(), ask()
-    others = [Caller(cluster, tokens_of(20, seed=at), 300, stream=True) for at in range(4)]
+    others = [Caller(cluster.state.url, tokens_of(20, seed=at), 300, stream=True) for at in range(4)]
     wait_for(lambda: count(cluster, RowState.DECODING) == 4, "four streams")
     beside = ask()
     assert count(cluster, RowState.DECODING) == 4
@@ -318,9 +328,9 @@ def test_any_bytes_are_valid_answers(cluster: Any) -> None:
 def test_who_leaves_before_the_first_token_frees_everything(cluster: Any) -> None:
     """S23: decode is full, ten more are past prefill and wait for it; their clients go."""
     full = 2 * MAX_BATCH
-    streams = [Caller(cluster, tokens_of(20, seed=at), 180, stream=True) for at in range(full)]
+    streams = [Caller(cluster.state.url, tokens_of(20, seed=at), 180, stream=True) for at in range(full)]
     wait_for(lambda: count(cluster, RowState.DECODING) == full, "full batches")
-    waiting = [Caller(cluster, tokens_of(60, seed=at), 100, stream=at % 2 == 0) for at in range(10)]
+    waiting = [Caller(cluster.state.url, tokens_of(60, seed=at), 100, stream=at % 2 == 0) for at in range(10)]
     wait_for(lambda: count(cluster, RowState.READY) == 10, "ten rows past prefill")
     for caller in waiting:
         caller.leave()
@@ -337,7 +347,7 @@ def test_clients_that_come_and_go_leave_no_trace(cluster: Any) -> None:
 
     def call(plan: tuple[int, bool, float]) -> bool:
         at, gives_up, after_s = plan
-        caller = Caller(cluster, tokens_of(10 + at % 50, seed=at), 12, stream=at % 3 == 0)
+        caller = Caller(cluster.state.url, tokens_of(10 + at % 50, seed=at), 12, stream=at % 3 == 0)
         if gives_up:
             time.sleep(after_s)
             caller.leave()
@@ -366,13 +376,13 @@ def test_work_stops_when_its_client_leaves(cluster: Any) -> None:
     """S47: in the middle of a long prompt, and of a long answer, not streamed; then daemons have nothing to do."""
     prompt = tokens_of(1900, seed=47)
     before = computed(cluster, P.PREFILL_TOKENS)
-    caller = Caller(cluster, prompt, 100)
+    caller = Caller(cluster.state.url, prompt, 100)
     wait_for(lambda: count(cluster, RowState.PREFILLING), "prefill")
     caller.leave()
     settle(cluster)
     assert computed(cluster, P.PREFILL_TOKENS) - before < 1500
     before = computed(cluster, P.DECODE_TOKENS)
-    caller = Caller(cluster, tokens_of(30, seed=47), 1900)
+    caller = Caller(cluster.state.url, tokens_of(30, seed=47), 1900)
     wait_for(lambda: computed(cluster, P.DECODE_TOKENS) > before + 3, "decode")
     caller.leave()
     settle(cluster)
@@ -426,6 +436,120 @@ def test_a_storm_is_served_or_refused(cluster: Any) -> None:
     assert len(served) >= 100
     assert all(ids == expected for ids in served)
     assert 0 < longest <= 100
+
+
+@dataclass
+class Leaver:
+    """Goes away when its row is seen in a state, or past it."""
+
+    caller: Caller
+    wants: RowState | None
+    left_in: RowState | None = None
+    cancelled_at: tuple[int, int] | None = None
+
+
+def see_leavers_off(segment: Segment, leavers: dict[str, Leaver], over: threading.Event) -> None:
+    """Close connections on the live segment's word; rows that nobody wants are let go within a chunk or a step.
+
+    Whoever owns one looks at the wish at the beginning of a turn: one turn may have begun before, and between
+    putting a row back and taking it up again a wish may come that the next one sees.
+    """
+    rows, order = segment.rows, [RowState.QUEUED, RowState.PREFILLING, RowState.READY, RowState.DECODING]
+    while not over.is_set():
+        turns = [segment.participant_word(slot, P.PROGRESS) for slot in range(segment.geometry.max_participants)]
+        for row, number in enumerate(rows.states()):
+            state, owner = RowState(number), rows.get(row, R.OWNER) - 1
+            leaver = leavers.get(rows.request_id(row)) if state in order else None
+            if leaver is None:
+                continue
+            if leaver.left_in is None and leaver.wants in order[: order.index(state) + 1]:
+                leaver.left_in = state
+                leaver.caller.leave()
+            if state not in OWNED or not rows.get(row, R.CANCEL):
+                leaver.cancelled_at = None
+            elif leaver.cancelled_at is None or leaver.cancelled_at[0] != owner:
+                leaver.cancelled_at = (owner, segment.participant_word(owner, P.PROGRESS))
+            else:
+                assert turns[owner] <= leaver.cancelled_at[1] + 2, f"row {row}: held on, unwanted, in {state.name}"
+        time.sleep(0.001)
+
+
+def ids_of(answer: bytes) -> list[int]:
+    """Tokens of an answer, streamed (a chunk of HTTP is one event) or whole."""
+    events = re.findall(rb"^data: (\{.*\})$", answer, re.MULTILINE) or [answer.partition(b"\r\n\r\n")[2]]
+    return [token for event in events for choice in json.loads(event)["choices"] for token in choice["token_ids"]]
+
+
+def test_three_hundred_at_once_of_all_kinds(cluster: Any) -> None:
+    """Who stays gets its own tokens, whoever else leaves in whichever state, reads late, or never.
+
+    More blocks are asked for than there are. Twice: the second time, the router has learnt to hold what it needs.
+    """
+    source = random.Random(300)
+    asks = [(tokens_of(source.choice((5, 40, 170)), seed=at), source.choice((3, 10, 30))) for at in range(24)]
+    sampling = [{"temperature": 0.9, "seed": at} if at % 3 else {} for at in range(24)]
+    known = [cluster.ids(*ask, **more) for ask, more in zip(asks, sampling, strict=True)]
+    url, router = cluster.state.url, cluster.pid(Role.ROUTER)
+    use: list[tuple[int, int]] = []
+    left: Counter[RowState | None] = Counter()
+    wants = [None, RowState.QUEUED, RowState.PREFILLING, RowState.READY, RowState.DECODING]
+
+    def stay(at: int, reads_after: threading.Event | None = None) -> None:
+        stream = at % 2 == 0 or reads_after is not None
+        while True:
+            caller = Caller(url, *asks[at % 24], stream=stream, return_token_ids=True, **sampling[at % 24])
+            if reads_after is not None:
+                reads_after.wait(120)
+            answer = caller.rest()
+            if not answer.startswith(b"HTTP/1.1 429"):
+                break
+            time.sleep(0.2)
+        assert ids_of(answer) == known[at % 24]
+
+    # It never reads. Four megabytes, more than all buffers between here and the router take.
+    big = {"n": 12, "logprobs": True, "top_logprobs": 20}
+    silent = Caller(url, "hello", 300, stream=True, name="silent", **big)
+    silent.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    for turn in range(2):
+        over, served = threading.Event(), threading.Event()
+        leavers: dict[str, Leaver] = {}
+        with ThreadPoolExecutor(301) as pool, contextlib.ExitStack() as stack:
+            stack.callback(over.set)
+            stack.callback(served.set)
+            segment = stack.enter_context(contextlib.closing(open_to_look(cluster.state.segment_name)))
+            watcher = pool.submit(see_leavers_off, segment, leavers, over)
+            late = [pool.submit(stay, at, served) for at in range(9)]
+            for at in range(60):
+                name, length = f"leaver-{turn}-{at}", source.choice((20, 100, 300))
+                prompt = tokens_of(length, seed=1000 * turn + at)
+                leaver = Leaver(Caller(url, prompt, 300, stream=at % 2 == 0, name=name), wants[at % 5])
+                leavers[name] = leaver
+                if leaver.wants is None:
+                    time.sleep(source.random() * 0.05)
+                    leaver.caller.leave()
+            others = [pool.submit(stay, at) for at in range(230)]
+            for one in others:
+                one.result()
+            served.set()
+            for one in late:
+                one.result()
+            # Refused, or never seen in a row.
+            for leaver in leavers.values():
+                leaver.caller.leave()
+            settle(cluster)
+            over.set()
+            watcher.result()
+        left += Counter(leaver.left_in for leaver in leavers.values())
+        use.append((len(list(Path(f"/proc/{router}/fd").iterdir())), private_bytes(router) or 0))
+    print(dict(left), use)
+    assert all(left[state] >= 3 for state in wants)
+    assert use[1][0] <= use[0][0]
+    assert use[1][1] - use[0][1] < 4 << 20
+    # The silent one's rows are free, what was sampled waits in the router; and that lets go when it leaves.
+    said = ("logs", "router", "--tail", "1000", "--grep", "silent")
+    assert cluster.cli(*said).out == ""
+    silent.leave()
+    wait_for(lambda: cluster.cli(*said).out, "its end")
 
 
 def test_threads_are_what_the_environment_says(cluster: Any) -> None:

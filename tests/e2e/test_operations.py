@@ -197,6 +197,7 @@ def state_of(cluster: Any, name: str) -> str | None:
 
 
 def test_drained_by_force_nobody_works_until_it_is_undone(shared: Any) -> None:
+    """S42: a role without anybody is told by health and status; by requests: test_requests.py."""
     ask(shared, "drain", "prefill-0", "--force")
     assert shared.get("/health/ready") == 503
     status = ask(shared, "status", code=8)

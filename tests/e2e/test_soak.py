@@ -1,6 +1,6 @@
 """Two prefill and two decode daemons under mixed load, one killed or stopped every few seconds with rows in hand.
 
-No answer may be another than alone, hang, fail or leak. Less than a minute for each dtype; an hour with
+S22, S43: no answer may be another than alone, hang, fail or leak. Less than a minute for each dtype; an hour with
 
     PDCTL_SOAK_S=3600 pytest tests/e2e/test_soak.py -s
 """
@@ -226,10 +226,12 @@ def test_soak(start: Any, tiny_dir: Path, dtype: str) -> None:
     after, segment = use(cluster), segment_of(cluster)
     words = segment.words
     pauses = sorted(seen.pauses_s)
+    log = (cluster.state_dir / "logs" / cluster.name / "supervisor.log").read_text()
+    adoptions = {role: log.count(f"waits for another than {role}-") for role in ("prefill", "decode")}
     print(
         f"\n{dtype}, {SOAK_S:.0f} s: {seen.answers} answers, {seen.left} left, {dict(seen.kills)}, "
-        f"{words[H.ADOPTIONS]} adoptions ({seen.adopted} answers), {words[H.PREEMPTIONS]} preemptions, "
-        f"{seen.recomputed} tokens recomputed"
+        f"{words[H.ADOPTIONS]} adoptions {adoptions} ({seen.adopted} answers), {words[H.PREEMPTIONS]} preemptions, "
+        f"{seen.recomputed} tokens recomputed; private bytes, descriptors: {before} then {after}"
     )
     if len(pauses) > 1:
         p99 = statistics.quantiles(pauses, n=100, method="inclusive")[98]

@@ -297,7 +297,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named_by_the_router(start: Any, tiny
 def test_a_small_shm_is_told_before_the_start_and_its_advice_works(
     start: Any, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    """S25, S26: in a mount namespace whose /dev/shm has 16 MiB."""
+    """S25, S26: in a mount namespace whose /dev/shm has 16 MiB. S21: after a crash, with no room for a second."""
     cluster = named(start)
     place = f"--name {cluster.name} --state-dir {shlex.quote(str(cluster.state_dir))}"
     options = f"--model {shlex.quote(str(tiny_dir))} --port 0 --threads 1 --max-context 512 --dtype float32"
@@ -311,6 +311,9 @@ def test_a_small_shm_is_told_before_the_start_and_its_advice_works(
         echo "$advised" > advice
         {pdctl} up {place} {options} $advised 2> up; echo $? > up_code
         df --output=used -B1 /dev/shm | tail -1 > used
+        kill -9 $(cut -d' ' -f1 {shlex.quote(str(cluster.state_dir))}/{cluster.name}/lock)
+        {pdctl} up {place} {options} $advised 2> up_again; echo $? > up_again_code
+        df --output=used -B1 /dev/shm | tail -1 > used_again
         {pdctl} generate hello --max-tokens 3 {place} > text 2> generate_err; echo $? > generate_code
         {pdctl} down {place}
         find /dev/shm -type f > left_at_the_end
@@ -335,6 +338,9 @@ def test_a_small_shm_is_told_before_the_start_and_its_advice_works(
     assert read("up_code") == "0", read("up")
     # Really in there, and a good part of what there is.
     assert int(read("used")) > available // 2
+    assert read("up_again_code") == "0", read("up_again")
+    assert "stale segment" in read("up_again")
+    assert read("used_again") == read("used")
     assert read("generate_code") == "0", read("generate_err")
     for text in (read("logs"), read("up"), done.stderr):
         assert "Bus error" not in text
