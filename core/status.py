@@ -252,6 +252,7 @@ class ClusterStatus:
         health: "healthy" or "degraded"; `causes` says why, one a line.
         supervisor_state: "running", or "stopped": then nothing is restarted and no row is recovered.
         bit_exact: True if every daemon proved it, False if one did not, None while one has not probed.
+        colocated: whether one process has the places of the prefill and of the decode daemon.
         processes: the participants, and the zygote.
         num_queued, max_queue: requests that no daemon has worked on yet, and how many may be.
     """
@@ -275,6 +276,7 @@ class ClusterStatus:
     supervisor_state: str
     wanted_prefill: int
     wanted_decode: int
+    colocated: bool
     log_dir: str
     segment: str
     segment_bytes: int
@@ -766,6 +768,7 @@ def cluster_status_of(state: ClusterState, segment: SegmentStatus) -> ClusterSta
         supervisor_state=supervisor_state,
         wanted_prefill=spec.num_prefill,
         wanted_decode=spec.num_decode,
+        colocated=spec.colocated,
         log_dir=str(log_dir(spec.state_dir, state.name)),
         segment=segment.path,
         segment_bytes=segment.total_bytes,

@@ -440,8 +440,8 @@ SEGMENT_KEYS = (
 )
 CLUSTER_KEYS = (
     "schema name health causes phase model model_path dtype numerics numerics_id bit_exact attention linear "
-    "url started_unix_ns uptime_s supervisor_pid supervisor_state wanted_prefill wanted_decode log_dir "
-    "segment segment_bytes kv_bytes processes rows_by_state pool counters num_queued max_queue"
+    "url started_unix_ns uptime_s supervisor_pid supervisor_state wanted_prefill wanted_decode colocated "
+    "log_dir segment segment_bytes kv_bytes processes rows_by_state pool counters num_queued max_queue"
 )
 
 
