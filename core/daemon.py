@@ -187,7 +187,7 @@ def map_pages(segment: Segment) -> torch.Tensor:
 
 
 def numerics_hold(model: Model) -> bool:
-    """Whether this machine gives one prompt the same bits as one chunk, as several, and among others.
+    """Whether this machine gives one prompt the same bits as one chunk, as several, and among others of both kinds.
 
     Runs on pages of its own: nothing here touches the segment. Also the warm-up of every kernel.
     """
@@ -209,7 +209,8 @@ def numerics_hold(model: Model) -> bool:
         model.forward(tokens[7:25], [TokenRun(block_table=table, start=7, length=18)], [])
         runs = [TokenRun(block_table=[2 + row], start=8, length=1) for row in range(3)]
         runs.insert(1, TokenRun(block_table=table, start=25, length=1))
-        packed = [others[0][8], tokens[25], others[1][8], others[2][8]]
+        runs.append(TokenRun(block_table=[5], start=0, length=8))
+        packed = [others[0][8], tokens[25], others[1][8], others[2][8], *others[0][:8]]
         among = model.forward(packed, runs, [0, 1, 2, 3])
         pages_among = _used(model)
     finally:

@@ -74,7 +74,20 @@ def counter(cluster: Any, name: H) -> int:
     return int(take_snapshot(cluster.state.segment_name).segment.words[name])
 
 
-def test_all_at_once_are_transformers_own(cluster: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_answers_are_transformers_own(tiny_dir: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+    for prompt, answer in zip(prompts, expected, strict=True):
+        assert len(answer) == NUM_TOKENS
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        assert float((logits.amax(1) - chosen).max()) < TIE
+
+
+def test_alone_is_all_at_once_is_cached(cluster: Any, prompts: list[list[int]], expected: list[list[int]]) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert [one.result(WATCHDOG_S) for one in ask_all(cluster, pool, prompts)] == expected
     again = cluster.complete(prompts[-1], 4)
