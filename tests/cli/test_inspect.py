@@ -73,7 +73,9 @@ def status(cluster: Cluster, *arguments: str) -> Any:
 
 
 def test_both_views_fit_80_columns(cluster: Cluster) -> None:
-    for view in (status_view(cluster_of(cluster), WIDTH), segment_view(segment_of(cluster), WIDTH, "today")):
+    colocated = replace(cluster_of(cluster), colocated=True)
+    assert "one process" in rendered(status_view(colocated, WIDTH))
+    for view in (status_view(colocated, WIDTH), segment_view(segment_of(cluster), WIDTH, "today")):
         lines = rendered(view).splitlines()
         assert max(map(len, lines)) <= WIDTH
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from pdctl.cli.main import app
 from pdctl.core import survey
 from pdctl.core.cluster import is_cluster_directory
 from pdctl.core.survey import collect, leftovers
+from pdctl.transport.layout import P
 from pdctl.transport.names import all_segments, cluster_dir, log_dir
+from pdctl.transport.segment import ParticipantState
 
 Cluster = Any
 
@@ -164,3 +167,14 @@ def test_ls_of_a_running_cluster_fits_80_columns(cluster: Cluster) -> None:
     lines = run(cluster, "ls").splitlines()
     assert max(map(len, lines)) <= 80
     assert "http://127.0.0.1:8000" in lines[1] and "1P1/16D" in lines[1] and "1m05s" in lines[1]
+
+
+def test_one_process_for_both_is_listed_as_one(cluster: Cluster) -> None:
+    cluster.run(cluster.state(colocated=True, local_prefill_tokens=0))
+    listed = json.loads(run(cluster, "ls", "--json"))["clusters"]
+    assert [one["colocated"] for one in listed if one["name"] == cluster.name] == [True]
+    (line,) = [line for line in run(cluster, "ls").splitlines() if line.startswith(cluster.name[:14])]
+    assert " 1PD " in line
+    cluster.decode.me.put(P.STATE, ParticipantState.STARTING)
+    (line,) = [line for line in run(cluster, "ls").splitlines() if line.startswith(cluster.name[:14])]
+    assert " 0/1PD " in line
