@@ -46,6 +46,8 @@ def complete_process(context: typer.Context, incomplete: str) -> list[str]:
     if state is None:
         return []
     numbers = {"prefill": state.spec.num_prefill, "decode": state.spec.num_decode}
+    if state.spec.colocated:
+        numbers = {"colocated": 1}
     daemons = [f"{role}-{index}" for role, number in numbers.items() for index in range(number)]
     return [name for name in ["router", *daemons] if name.startswith(incomplete)]
 

@@ -202,9 +202,11 @@ def clusters_view(clusters: Sequence[ClusterSummary], width: int) -> RenderableT
 
 
 def _daemons_words(cluster: ClusterSummary) -> str:
-    """2P1D: two prefill daemons and one decode daemon; 2P1/3D: one of three takes requests."""
+    """2P1D: two prefill daemons and one decode daemon; 2P1/3D: one of three takes requests; 1PD: one for both."""
     if cluster.wanted is None:
         return _NONE
+    if cluster.colocated:
+        return "1PD" if cluster.ready == cluster.wanted else "0/1PD"
     words = ""
     for role, letter in (("prefill", "P"), ("decode", "D")):
         ready, wanted = (cluster.ready or {}).get(role, 0), cluster.wanted[role]
@@ -374,6 +376,7 @@ def status_view(status: ClusterStatus, width: int) -> RenderableType:
             ("cluster", Text(f"{status.name}: ").append_text(health)),
             ("url", status.url),
             ("model", status.model),
+            *([("daemons", "colocated: prefill-0 and decode-0 are one process")] if status.colocated else []),
             ("numerics", f"{status.numerics}; {exact}"),
             ("attention", _ATTENTION.get(status.attention, status.attention)),
             ("linear", _LINEAR.get(status.linear, status.linear)),

@@ -37,6 +37,12 @@ def up(
     host: Annotated[str, typer.Option("--host", envvar="PDCTL_HOST", help="Address to serve on.")] = "127.0.0.1",
     prefill: Annotated[int, typer.Option("--prefill", help="Prefill daemons.")] = 1,
     decode: Annotated[int, typer.Option("--decode", help="Decode daemons.")] = 1,
+    colocated: Annotated[
+        bool,
+        typer.Option(
+            "--colocated", help="One process for prefill and decode, to measure what separate ones bring here."
+        ),
+    ] = False,
     dtype: Annotated[
         str, typer.Option("--dtype", help="float32, bfloat16, or auto: what this CPU is good at.")
     ] = "auto",
@@ -66,13 +72,16 @@ def up(
         ),
     ] = None,
     local_prefill_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--local-prefill-tokens",
             help="Prompts with at most so many uncached tokens go to decode directly; 0: none.",
+            show_default="32",
         ),
-    ] = 32,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Prompt tokens of one prefill step.")] = 256,
+    ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", help="Prompt tokens of one prefill step; colocated: of all in a step.")
+    ] = 256,
     max_batch: Annotated[int, typer.Option("--max-batch", help="Requests a decode daemon runs at once.")] = 32,
     max_queue: Annotated[
         int,
@@ -123,6 +132,8 @@ def up(
         raise UsageError(f"--dtype {dtype}: expected one of auto, {', '.join(config.DTYPES)}")
     if kv_gib is not None and kv_blocks is not None:
         raise UsageError("--kv-gib and --kv-blocks: give one of them")
+    if local_prefill_tokens is None:
+        local_prefill_tokens = 0 if colocated else config.DEFAULT_LOCAL_PREFILL_TOKENS
     key = keys.given_key(api_key_file)
     if api_key_file is not None and keys.others_can_read(api_key_file):
         remark(f"warning: other users can read {api_key_file}: chmod 600 {api_key_file}")
@@ -139,6 +150,7 @@ def up(
         port=port,
         num_prefill=prefill,
         num_decode=decode,
+        colocated=colocated,
         dtype=dtype,
         block_tokens=block_size,
         kv_gib=kv_gib,

@@ -16,6 +16,12 @@ from pdctl.transport.segment import Role
 STEADY_S = 10.0
 MAX_QUICK_DEATHS = 8
 _LONGEST_BACKOFF_S = 30.0
+# Kinds of daemons, by the places in the segment that one of them takes.
+DAEMON_PLACES = {
+    "prefill": (Role.PREFILL,),
+    "decode": (Role.DECODE,),
+    "colocated": (Role.PREFILL, Role.DECODE),
+}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,6 +30,7 @@ class Child:
 
     Attributes:
         role: None for the zygote.
+        colocated: of a daemon whose role is PREFILL: it does the work of a decode daemon, too, in a place for each.
         index: of a daemon among those of its role.
         handle: None while it is not running.
         started: when its process was last made (monotonic seconds).
@@ -42,6 +49,7 @@ class Child:
 
     name: str
     role: Role | None
+    colocated: bool = False
     index: int = 0
     handle: ProcessHandle | None = None
     started: float = 0.0
@@ -57,6 +65,19 @@ class Child:
     drain: bool = False
     log_size: int = 0
     popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def kind(self) -> str:
+        """Of a daemon: see DAEMON_PLACES."""
+        assert self.role is not None
+        return "colocated" if self.colocated else self.role.label
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of its places in the segment."""
+        if self.role is None:
+            return ()
+        return DAEMON_PLACES["colocated"] if self.colocated else (self.role,)
 
     @property
     def gave_up(self) -> bool:

@@ -28,6 +28,7 @@ DTYPES = ("float32", "bfloat16")
 ON_FAILURE = ("resume", "fail")
 VERIFY_KV = tuple(mode.name.lower() for mode in VerifyKv)
 MAX_DAEMONS = 16
+DEFAULT_LOCAL_PREFILL_TOKENS = 32
 DEFAULT_KV_GIB = 1.0
 DEFAULT_MAX_CONTEXT = 8192
 DEFAULT_MAX_QUEUE = 256
@@ -47,8 +48,9 @@ class ClusterSpec:
         fingerprint: 64 bits that tell these weights from others.
         block_tokens, num_blocks: the pool.
         max_context: tokens of one request, prompt and output together.
+        colocated: one daemon does the work of a prefill and of a decode daemon: see colocated.py.
         local_prefill_tokens: uncached prompt tokens that a decode daemon computes itself; 0: none.
-        chunk_tokens: prompt tokens of one prefill forward.
+        chunk_tokens: prompt tokens of one prefill forward; of a colocated daemon's, less one for each running answer.
         max_batch: rows that one decode daemon runs at once.
         verify_kv: off, recompute or fail: see `VerifyKv`.
         on_failure: whether a dead daemon's requests resume elsewhere or fail with the cause.
@@ -71,6 +73,7 @@ class ClusterSpec:
     port: int = 8000
     num_prefill: int = 1
     num_decode: int = 1
+    colocated: bool = False
     dtype: str = "bfloat16"
     block_tokens: int = 16
     num_blocks: int = 1024
@@ -78,7 +81,7 @@ class ClusterSpec:
     max_rows: int = MIN_ROWS
     threads_prefill: int = 1
     threads_decode: int = 1
-    local_prefill_tokens: int = 32
+    local_prefill_tokens: int = DEFAULT_LOCAL_PREFILL_TOKENS
     chunk_tokens: int = 256
     max_batch: int = 32
     verify_kv: str = "off"
@@ -105,8 +108,19 @@ class ClusterSpec:
         _check_range("--chunk-tokens", self.chunk_tokens, 1, 1 << 16)
         _check_range("--max-batch", self.max_batch, 1, 1024)
         _check_range("--max-queue", self.max_queue, 0, 1 << 20)
+        if self.colocated:
+            self._check_colocated()
         for name in self.allowed_hosts:
             check_host_name(name)
+
+    def _check_colocated(self) -> None:
+        for flag, value, only, why in (
+            ("--prefill", self.num_prefill, 1, "its one process is all there is"),
+            ("--decode", self.num_decode, 1, "its one process is all there is"),
+            ("--local-prefill-tokens", self.local_prefill_tokens, 0, "prompts and answers share every step anyway"),
+        ):
+            if value != only:
+                raise UsageError(f"{flag} {value} with --colocated: {why}", hint=f"leave out {flag} or --colocated")
 
     @property
     def geometry(self) -> Geometry:
@@ -165,7 +179,7 @@ def _read(name: str, kind: str | None, value: object) -> Any:
     Raises:
         TypeError: it has another type, or there is no such field.
     """
-    if kind == "int" and type(value) is int:
+    if (kind, type(value)) in (("int", int), ("bool", bool)):
         return value
     if kind in ("str", "Path") and isinstance(value, str) and "\0" not in value:
         return Path(value) if kind == "Path" else value

@@ -1,4 +1,4 @@
-"""A prefill or decode daemon: attach to the segment, prove the arithmetic, then step while there is work.
+"""A prefill, decode or colocated daemon: attach to the segment, prove the arithmetic, then step while there is work.
 
 Holds nothing that the segment does not: killed at any instruction, its rows go on elsewhere. Forked from the
 zygote with the weights already there; `python -m pdctl.core.daemon` loads its own (slower, more memory).
@@ -21,6 +21,8 @@ import torch
 
 from pdctl.core import logs
 from pdctl.core.attention import TokenRun
+from pdctl.core.child import DAEMON_PLACES
+from pdctl.core.colocated import ColocatedEngine
 from pdctl.core.config import ClusterSpec
 from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model
@@ -41,46 +43,67 @@ _PREFILL_NICENESS = 5
 
 
 class Daemon:
-    """One daemon process, from attach to the last step."""
+    """One daemon process, from attach to the last step.
 
-    def __init__(self, spec: ClusterSpec, segment_name: SegmentName, role: Role, index: int, model: Model) -> None:
-        self._role = role
+    A colocated one has two places in the segment, each with an open file of its own, as two processes have.
+
+    Args:
+        kind: see DAEMON_PLACES.
+        index: among the daemons of its kind.
+    """
+
+    def __init__(self, spec: ClusterSpec, segment_name: SegmentName, kind: str, index: int, model: Model) -> None:
         self._stopping = False
         self._drained = False
-        torch.set_num_threads(spec.threads_prefill if role is Role.PREFILL else spec.threads_decode)
-        if role is Role.PREFILL:
+        torch.set_num_threads(spec.threads_decode if kind == "decode" else spec.threads_prefill)
+        if kind == "prefill":
             os.nice(_PREFILL_NICENESS)
         # Checked before a slot is taken: an incompatible daemon never attaches.
-        self._segment = Segment.open(segment_name, expected=spec.expected)
-        self._me = self._segment.attach(role)
-        self._bell = Bell(cluster_dir(spec.state_dir, spec.name), self._me.slot)
-        self._me.put(P.INDEX, index)
-        self._me.put(P.THREADS, torch.get_num_threads())
+        opened = [(Segment.open(segment_name, expected=spec.expected), role) for role in DAEMON_PLACES[kind]]
+        self._places = [(segment, segment.attach(role)) for segment, role in opened]
+        self._segment = self._places[0][0]
+        self._bell = Bell(cluster_dir(spec.state_dir, spec.name), *(me.slot for _, me in self._places))
+        self._put(P.INDEX, index)
+        self._put(P.THREADS, torch.get_num_threads())
         self._pages = map_pages(self._segment)
         self._model = model
         model.use_pages(self._pages)
-        engine = PrefillEngine if role is Role.PREFILL else DecodeEngine
-        self._engine = engine(self._segment, self._me, model, spec, Wake(self._segment, self._me.slot, self._bell))
+        self._engine = self._make_engine(kind, spec)
+
+    def _make_engine(self, kind: str, spec: ClusterSpec) -> PrefillEngine | DecodeEngine | ColocatedEngine:
+        if kind == "colocated":
+            prefill, decode = self._places
+            return ColocatedEngine(prefill, decode, self._model, spec, self._bell)
+        [(segment, me)] = self._places
+        engine = PrefillEngine if kind == "prefill" else DecodeEngine
+        return engine(segment, me, self._model, spec, Wake(segment, me.slot, self._bell))
+
+    def _put(self, name: P, value: int) -> None:
+        """A word about the process as a whole, in all its places."""
+        for _, me in self._places:
+            me.put(name, value)
 
     def run(self, proof_ns: int | None = None) -> None:
         """Serve until SIGTERM, or until the segment is closed.
 
         Args:
-            proof_ns: how long it took another process of this image and role to prove the numerics; None: none has.
+            proof_ns: how long it took another process of this image and kind to prove the numerics; None: none has.
         """
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=self._populate, name="populate", daemon=True).start()
         self._prove_numerics(proof_ns)
-        self._me.put(P.READY_NS, time.monotonic_ns())
-        self._me.put(P.STATE, ParticipantState.READY)
+        self._put(P.READY_NS, time.monotonic_ns())
+        self._put(P.STATE, ParticipantState.READY)
         self._ring(Role.SUPERVISOR)
         self._ring(Role.ROUTER)
-        exact = self._me.get(P.BIT_EXACT) == 2
-        _log.info("ready: slot %d, %s, bit-exact %s", self._me.slot, self._model.numerics.label, exact)
+        exact = self._places[0][1].get(P.BIT_EXACT) == 2
+        slots = " and ".join(str(me.slot) for _, me in self._places)
+        _log.info("ready: slot %s, %s, bit-exact %s", slots, self._model.numerics.label, exact)
         collected = True
         while not self._stopping and not self._segment.is_closed():
-            self._me.add(P.PROGRESS, 1)
+            for _, me in self._places:
+                me.add(P.PROGRESS, 1)
             # Drain before the scan: a bell rung during it must wake us.
             self._bell.drain()
             if self._follow_drain_wish():
@@ -96,51 +119,51 @@ class Daemon:
             if not collected:
                 gc.collect()  # automatic collection is off: it would pause a step
                 collected = True
-        self._me.put(P.STATE, ParticipantState.STOPPING)
+        self._put(P.STATE, ParticipantState.STOPPING)
         self._engine.release()
-        self._segment.detach(self._me)
+        for segment, me in self._places:
+            segment.detach(me)
         self._bell.close()
         _log.info("stopped")
 
     def _prove_numerics(self, proof_ns: int | None) -> None:
         if proof_ns is not None:
             # A restart must not cost more than it has to: rows wait.
-            self._me.put(P.LONGEST_STEP_NS, proof_ns)
-            self._me.put(P.BIT_EXACT, 2)
+            self._put(P.LONGEST_STEP_NS, proof_ns)
+            self._put(P.BIT_EXACT, 2)
             return
         began_ns = time.monotonic_ns()
         exact = numerics_hold(self._model)
         self._note_step(began_ns)
-        self._me.put(P.BIT_EXACT, 1 + exact)
+        self._put(P.BIT_EXACT, 1 + exact)
         if not exact:
             _log.warning("numerics: batch size or chunking changes bits here; answers are exact up to ties")
 
     def _note_step(self, began_ns: int) -> None:
         """How long a step may take is measured by those before it."""
         took_ns = time.monotonic_ns() - began_ns
-        if took_ns > self._me.get(P.LONGEST_STEP_NS):
-            self._me.put(P.LONGEST_STEP_NS, took_ns)
+        if took_ns > self._places[0][1].get(P.LONGEST_STEP_NS):
+            self._put(P.LONGEST_STEP_NS, took_ns)
 
     def _follow_drain_wish(self) -> bool:
         """Whether we are to stand idle. Our rows are put back, for our peers, before we say that we do."""
-        wished = bool(self._me.get(P.DRAIN))
+        wished = any(me.get(P.DRAIN) for _, me in self._places)
         if wished != self._drained:
             self._drained = wished
             if wished:
                 self._engine.release()
-            self._me.put(P.STATE, ParticipantState.DRAINED if wished else ParticipantState.READY)
+            self._put(P.STATE, ParticipantState.DRAINED if wished else ParticipantState.READY)
             self._ring(Role.SUPERVISOR)
             _log.info("drained: stands idle" if wished else "serves again")
         return wished
 
     def _stop(self, *_: Any) -> None:
         self._stopping = True
-        self._bell.ring(self._me.slot)
+        self._bell.ring(self._places[0][1].slot)
 
     def _ring(self, role: Role) -> None:
         for slot in self._segment.slots(role):
-            if slot != self._me.slot:
-                self._bell.ring(slot)
+            self._bell.ring(slot)
 
     def _populate(self) -> None:
         """Map the pool's pages ahead, so that no request pays for the first touch."""
@@ -164,7 +187,7 @@ def map_pages(segment: Segment) -> torch.Tensor:
 
 
 def numerics_hold(model: Model) -> bool:
-    """Whether this machine gives one prompt the same bits as one chunk, as several, and among others.
+    """Whether this machine gives one prompt the same bits as one chunk, as several, and among others of both kinds.
 
     Runs on pages of its own: nothing here touches the segment. Also the warm-up of every kernel.
     """
@@ -186,7 +209,8 @@ def numerics_hold(model: Model) -> bool:
         model.forward(tokens[7:25], [TokenRun(block_table=table, start=7, length=18)], [])
         runs = [TokenRun(block_table=[2 + row], start=8, length=1) for row in range(3)]
         runs.insert(1, TokenRun(block_table=table, start=25, length=1))
-        packed = [others[0][8], tokens[25], others[1][8], others[2][8]]
+        runs.append(TokenRun(block_table=[5], start=0, length=8))
+        packed = [others[0][8], tokens[25], others[1][8], others[2][8], *others[0][:8]]
         among = model.forward(packed, runs, [0, 1, 2, 3])
         pages_among = _used(model)
     finally:
@@ -204,21 +228,21 @@ def _used(model: Model) -> torch.Tensor:
 def serve(
     spec: ClusterSpec,
     segment_name: SegmentName,
-    role: Role,
+    kind: str,
     index: int,
     model: Model,
     proof_ns: int | None = None,
 ) -> None:
     """The life of a forked daemon, up to its exit code."""
-    logs.setup(log_dir(spec.state_dir, spec.name), f"{role.label}-{index}")
-    set_process_name(f"pdctl-{role.label}-{index}")
-    Daemon(spec, segment_name, role, index, model).run(proof_ns)
+    logs.setup(log_dir(spec.state_dir, spec.name), f"{kind}-{index}")
+    set_process_name(f"pdctl-{kind}-{index}")
+    Daemon(spec, segment_name, kind, index, model).run(proof_ns)
 
 
 def main() -> None:
     """Run one daemon that loads its own weights; refuses a segment that was made for others."""
     parser = argparse.ArgumentParser(prog="python -m pdctl.core.daemon")
-    parser.add_argument("role", choices=[Role.PREFILL.label, Role.DECODE.label])
+    parser.add_argument("kind", choices=list(DAEMON_PLACES))
     parser.add_argument("--spec", type=Path, required=True, help="the cluster's spec.json, perhaps edited")
     parser.add_argument("--segment", required=True)
     parser.add_argument("--index", type=int, default=99)
@@ -237,8 +261,7 @@ def main() -> None:
     try:
         # Before the weights: a daemon that does not fit says so at once.
         Segment.open(name, expected=spec.expected).close()
-        role = Role[given.role.upper()]
-        serve(spec, name, role, given.index, load(spec.model_path, numerics(spec.dtype)))
+        serve(spec, name, given.kind, given.index, load(spec.model_path, numerics(spec.dtype)))
     except PdctlError as error:
         sys.stderr.write(f"error: {error.message}\n")
         sys.exit(error.exit_code)

@@ -1,10 +1,11 @@
 """The decode engine: continuous batching over rows in the segment, one token each a step.
 
-    step():  claim ready rows -> follow wishes -> make room -> forward -> commit KV, then tokens -> publish
+    plan():    claim ready rows -> follow wishes -> make room -> the next token, or chunk, of every row
+    commit():  KV, then tokens -> publish -> let go of rows that ended
 
 Rows join and leave between steps. A row's first step here runs its last committed token (of a new row: the last of
 the prompt, and up to `local_prefill_tokens` before it), whether it is new or was adopted from a dead daemon. Called
-by daemon.py; samples through sampler.py.
+by daemon.py, or by colocated.py, which packs its work with a prefill engine's; samples through sampler.py.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from pdctl.core.attention import TokenRun
 from pdctl.core.config import ClusterSpec
 from pdctl.core.model import Model
 from pdctl.core.room import Wanted, ask_younger, claim_row, preempt_younger
 from pdctl.core.sampler import RowSampler, token_logprobs
 from pdctl.core.wake import Wake
+from pdctl.core.work import Work
 from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, FinishReason, RowState
 from pdctl.transport.segment import Participant, Role, Segment
@@ -44,7 +48,26 @@ class _Active:
     sampler: RowSampler
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodeWork(Work):
+    """One run a row, in the order of `rows`. Rows whose run ends at their last token get the next one."""
+
+    rows: list[_Active]
+
+    @property
+    def sampled(self) -> list[_Active]:
+        """Whose logits are wanted, in their order."""
+        pairs = zip(self.rows, self.runs, strict=True)
+        return [active for active, run in pairs if run.start + run.length == active.num_tokens]
+
+
 class DecodeEngine:
+    """See the module's text.
+
+    Attributes:
+        look_again: after a plan of nothing: what was wanted may have come meanwhile, plan once more before sleeping.
+    """
+
     def __init__(self, segment: Segment, me: Participant, model: Model, spec: ClusterSpec, wake: Wake) -> None:
         self._segment = segment
         self._rows = segment.rows
@@ -54,18 +77,29 @@ class DecodeEngine:
         self._wake = wake
         self._batch: list[_Active] = []
         self._wanted = Wanted(segment, me)
+        self.look_again = False
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows in hand."""
+        return [active.row for active in self._batch]
 
     def step(self) -> bool:
         """Advance every row of the batch by one token (or one chunk of local prefill); False: nothing could run."""
+        work = self.plan()
+        if work is None:
+            return self.look_again
+        self.commit(work, work.run(self._model))
+        return True
+
+    def plan(self) -> DecodeWork | None:
+        """What the next forward should compute; None: nothing can run now."""
         self._wanted.look()
         self._claim_ready()
         self._follow_wishes()
         running = [active for active in self._make_room() if self._is_read(active)]
-        look_again = self._wanted.tell()
-        if not running:
-            return look_again
-        self._advance(running)
-        return True
+        self.look_again = self._wanted.tell()
+        return self._work(running) if running else None
 
     def release(self) -> None:
         """Put all rows back, with tokens and blocks, for another daemon: drain and shutdown."""
@@ -256,24 +290,34 @@ class DecodeEngine:
 
     # --- computing -----------------------------------------------------------------------------------------
 
-    def _advance(self, running: list[_Active]) -> None:
-        began = time.monotonic_ns()
-        rows = self._rows
+    def _work(self, running: list[_Active]) -> DecodeWork:
         tokens: list[int] = []
         runs: list[TokenRun] = []
         logit_rows: list[int] = []
-        sampled: list[_Active] = []
         for active in running:
             end = min(active.num_tokens, active.kv_len + self._spec.chunk_tokens)
-            tokens += rows.tokens(active.row, active.kv_len, end)
-            run = TokenRun(block_table=active.block_table, start=active.kv_len, length=end - active.kv_len)
-            runs.append(run)
-            active.kv_len = end
+            tokens += self._rows.tokens(active.row, active.kv_len, end)
+            runs.append(TokenRun(block_table=active.block_table, start=active.kv_len, length=end - active.kv_len))
             if end == active.num_tokens:
                 logit_rows.append(len(tokens) - 1)
-                sampled.append(active)
-        logits = self._model.forward(tokens, runs, logit_rows)
-        for active, run in zip(running, runs, strict=True):
+        return DecodeWork(
+            tokens=tokens,
+            runs=runs,
+            logit_rows=logit_rows,
+            alone=self._runs_alone(),
+            planned_ns=time.monotonic_ns(),
+            rows=running,
+        )
+
+    def commit(self, work: DecodeWork, logits: Tensor | None) -> None:
+        """The work's KV is in the pages: make it true for everybody, and sample.
+
+        Args:
+            logits: float32 [len(work.logit_rows), vocab_size]; None if none were wanted.
+        """
+        rows, sampled = self._rows, work.sampled
+        for active, run in zip(work.rows, work.runs, strict=True):
+            active.kv_len = run.start + run.length
             rows.commit_kv(active.row, active.kv_len)
             if local := run.length - (active.kv_len == active.num_tokens):
                 rows.put(active.row, R.LOCAL_TOKENS, rows.get(active.row, R.LOCAL_TOKENS) + local)
@@ -300,7 +344,7 @@ class DecodeEngine:
                 rows.publish(active.row)
                 rows.finish(active.row, reason)
                 ended.append(active)
-        for active in running:
+        for active in work.rows:
             if active not in ended and rows.num_publishable(active.row) > 0:
                 rows.publish(active.row)
                 # Twins were merged: the table may name other blocks now.
@@ -310,7 +354,20 @@ class DecodeEngine:
             self._wake.for_room()
         self._wake.clients(active.row for active in sampled)
         self._me.add(P.STEPS, 1)
-        self._me.add(P.BUSY_NS, time.monotonic_ns() - began)
+        self._me.add(P.BUSY_NS, time.monotonic_ns() - work.planned_ns)
+
+    def begin(self, handed: list[int], logits: Tensor) -> None:
+        """First tokens without a step of their own: of rows that were handed over just now, if we get to claim them.
+
+        Args:
+            handed: rows whose last token has been computed along with the rest: its KV is in the pages, its logits
+                are given. Of one that we cannot claim now, a later step computes it again, to the same bits.
+            logits: float32 [len(handed), vocab_size].
+        """
+        self._claim_ready()
+        begun = [one for one in self._batch if one.row in handed and one.kv_len + 1 == one.num_tokens]
+        if running := [active for active in begun if self._is_read(active)]:
+            self.commit(self._work(running), logits[[handed.index(active.row) for active in running]])
 
     @staticmethod
     def _finish_reason(active: _Active, last_token: int) -> FinishReason:

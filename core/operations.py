@@ -141,6 +141,8 @@ def begin(fleet: Fleet, say: Say, request: dict[str, Any]) -> Steps:
         UsageError, NotFoundError: it asks for what cannot be.
     """
     operation = request.get("operation")
+    if operation in ("scale", "drain"):
+        _refuse_colocated(fleet, operation)
     if operation == "scale":
         return scale(fleet, say, _numbers(request.get("numbers")))
     if operation == "drain":
@@ -154,6 +156,17 @@ def begin(fleet: Fleet, say: Say, request: dict[str, Any]) -> Steps:
             raise UsageError(f"restart: expected names, got {names!r}")
         return restart(fleet, say, _restartable(fleet, names))
     raise UsageError(f"operation {operation!r}: expected scale, drain or restart")
+
+
+def _refuse_colocated(fleet: Fleet, operation: str) -> None:
+    """Raise if there is one process for both roles: there is nobody beside it, and nobody can be."""
+    for child in fleet.children:
+        if child.colocated:
+            raise UsageError(
+                f"{operation}: this cluster is colocated, {child.name} alone does the work of all prefill and decode "
+                "daemons",
+                hint=f"{fleet.hint('restart')}, or {fleet.hint('down')} && {fleet.hint('up')} without --colocated",
+            )
 
 
 def timeout_of(request: dict[str, Any]) -> float:

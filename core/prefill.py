@@ -1,9 +1,11 @@
 """The prefill engine: share a chunk among the rows that need it most, compute their KV, hand over what is whole.
 
-    step():  follow wishes -> schedule (claim, put back) -> one packed forward -> commit KV, publish -> hand over
+    plan():    follow wishes -> schedule (claim, put back) -> one chunk
+    commit():  KV -> publish -> hand over what is whole
 
 Owns only what it is about to compute: a row that gets no part of the chunk goes back into the queue, with its
-blocks, for any prefill daemon. Samples nothing: positions 0..N-2 only. Called by daemon.py.
+blocks, for any prefill daemon. Samples nothing: it answers for positions 0..N-2 only. Called by daemon.py, or by
+colocated.py, which packs its work with a decode engine's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pdctl.core.model import Model
 from pdctl.core.room import Wanted, claim_row
 from pdctl.core.shared_prefix import SharedPrefixes
 from pdctl.core.wake import Wake
+from pdctl.core.work import Work
 from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, Claim, RowState
 from pdctl.transport.segment import Participant, Role, Segment
@@ -42,7 +45,30 @@ class _Part:
         return self.stop == self.claim.num_tokens - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrefillWork(Work):
+    """One run a part; with `first_tokens`, those of last parts go one token on, whose logits are wanted."""
+
+    parts: list[_Part]
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that prefill answers for."""
+        return sum(part.stop - part.start for part in self.parts)
+
+    @property
+    def handed_over(self) -> list[int]:
+        """The rows that its commit hands over, but for those whose clients left meanwhile."""
+        return [part.claim.row for part in self.parts if part.is_last]
+
+
 class PrefillEngine:
+    """See the module's text.
+
+    Attributes:
+        look_again: after a plan of nothing: what was wanted may have come meanwhile, plan once more before sleeping.
+    """
+
     def __init__(self, segment: Segment, me: Participant, model: Model, spec: ClusterSpec, wake: Wake) -> None:
         self._segment = segment
         self._rows = segment.rows
@@ -55,22 +81,38 @@ class PrefillEngine:
         self._tokens_per_s = _FIRST_GUESS_TOKENS_PER_S
         self._wanted = Wanted(segment, me)
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows in hand."""
+        return list(self._owned)
+
     def step(self) -> bool:
         """Do one chunk of work; False: there is none now."""
+        work = self.plan(self._spec.chunk_tokens)
+        if work is None:
+            return self.look_again
+        work.run(self._model)
+        self.commit(work)
+        return True
+
+    def plan(self, budget_tokens: int, *, first_tokens: bool = False) -> PrefillWork | None:
+        """What the next forward should compute; None: nothing can run now.
+
+        Args:
+            budget_tokens: at most so many of those that prefill answers for.
+            first_tokens: whether a prompt that will be whole is computed through its last token, with logits: who
+                samples from them spares decode a step.
+        """
         self._follow_wishes()
         self._wanted.look()
-        parts = self._schedule()
-        look_again = self._wanted.tell()
+        parts = self._schedule(budget_tokens)
+        self.look_again = self._wanted.tell()
         self._me.put(P.LOAD, len(self._owned))
         if not parts:
-            return look_again
+            return None
         if self._rows.in_state(RowState.QUEUED):
             self._wake.an_idle_peer(Role.PREFILL)
-        self._compute(parts)
-        # Whose client left meanwhile is not handed over: nobody would look at it before decode has room.
-        self._follow_wishes()
-        self._hand_over([part.claim.row for part in parts if part.is_last and part.claim.row in self._owned])
-        return True
+        return self._work(parts, first_tokens=first_tokens)
 
     def release(self) -> None:
         """Put all rows back, with their blocks, for another daemon: drain and shutdown."""
@@ -81,13 +123,12 @@ class PrefillEngine:
 
     # --- what to compute -----------------------------------------------------------------------------------
 
-    def _schedule(self) -> list[_Part]:
+    def _schedule(self, budget: int) -> list[_Part]:
         """Fill one chunk: the shortest rest first, but age counts (see `_urgency`)."""
         now_ns = time.monotonic_ns()
         waiting = self._rows.in_state(RowState.QUEUED)
         order = sorted([*self._owned, *waiting], key=lambda row: self._urgency(row, now_ns))
         parts: list[_Part] = []
-        budget = self._spec.chunk_tokens
         for row in order:
             if budget == 0 or len(parts) == self._spec.max_batch:
                 break
@@ -149,26 +190,42 @@ class PrefillEngine:
 
     # --- computing -----------------------------------------------------------------------------------------
 
-    def _compute(self, parts: list[_Part]) -> None:
-        began = time.monotonic_ns()
+    def _work(self, parts: list[_Part], *, first_tokens: bool) -> PrefillWork:
         rows = self._rows
         tokens: list[int] = []
         runs: list[TokenRun] = []
+        logit_rows: list[int] = []
         for part in parts:
-            row, length = part.claim.row, part.stop - part.start
-            tokens += rows.tokens(row, part.start, part.stop)
-            runs.append(TokenRun(block_table=rows.block_table(row), start=part.start, length=length))
-        self._model.forward(tokens, runs, [])
-        for part in parts:
+            row, stop = part.claim.row, part.stop + (first_tokens and part.is_last)
+            tokens += rows.tokens(row, part.start, stop)
+            runs.append(TokenRun(block_table=rows.block_table(row), start=part.start, length=stop - part.start))
+            if stop > part.stop:
+                logit_rows.append(len(tokens) - 1)
+        return PrefillWork(
+            tokens=tokens,
+            runs=runs,
+            logit_rows=logit_rows,
+            alone=len(parts) == 1 and rows.get(parts[0].claim.row, R.ATTEMPTS) > 1,
+            planned_ns=time.monotonic_ns(),
+            parts=parts,
+        )
+
+    def commit(self, work: PrefillWork) -> None:
+        """The work's KV is in the pages: make it true for everybody, and hand over rows that are whole."""
+        rows = self._rows
+        for part in work.parts:
             row = part.claim.row
             rows.commit_kv(row, part.stop)
             rows.put(row, R.PREFILLED_TOKENS, rows.get(row, R.PREFILLED_TOKENS) + part.stop - part.start)
             rows.publish(row)
-        took_ns = time.monotonic_ns() - began
-        self._tokens_per_s += _BELIEVED * (len(tokens) * 1e9 / took_ns - self._tokens_per_s)
-        self._me.add(P.PREFILL_TOKENS, len(tokens))
+        took_ns = time.monotonic_ns() - work.planned_ns
+        self._tokens_per_s += _BELIEVED * (work.num_tokens * 1e9 / took_ns - self._tokens_per_s)
+        self._me.add(P.PREFILL_TOKENS, work.num_tokens)
         self._me.add(P.STEPS, 1)
         self._me.add(P.BUSY_NS, took_ns)
+        # Whose client left meanwhile is not handed over: nobody would look at it before decode has room.
+        self._follow_wishes()
+        self._hand_over([row for row in work.handed_over if row in self._owned])
 
     # --- letting go ----------------------------------------------------------------------------------------
 

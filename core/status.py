@@ -26,7 +26,7 @@ from pdctl.transport.errors import CorruptSegmentError, NotFoundError
 from pdctl.transport.layout import RING_WORDS, B, BlockState, H, P, R, SegmentState
 from pdctl.transport.lock import Op
 from pdctl.transport.mapping import boot_id
-from pdctl.transport.names import SegmentName, log_dir, segments_of
+from pdctl.transport.names import SHM_DIR, SegmentName, log_dir, segments_of
 from pdctl.transport.rows import OWNED, FinishReason, RowState
 from pdctl.transport.segment import (
     ParticipantState,
@@ -252,6 +252,7 @@ class ClusterStatus:
         health: "healthy" or "degraded"; `causes` says why, one a line.
         supervisor_state: "running", or "stopped": then nothing is restarted and no row is recovered.
         bit_exact: True if every daemon proved it, False if one did not, None while one has not probed.
+        colocated: whether one process has the places of the prefill and of the decode daemon.
         processes: the participants, and the zygote.
         num_queued, max_queue: requests that no daemon has worked on yet, and how many may be.
     """
@@ -275,6 +276,7 @@ class ClusterStatus:
     supervisor_state: str
     wanted_prefill: int
     wanted_decode: int
+    colocated: bool
     log_dir: str
     segment: str
     segment_bytes: int
@@ -674,15 +676,20 @@ def printable(text: str) -> str:
 
 
 def private_bytes(pid: int) -> int | None:
-    """Memory of a process that no other shares, from /proc/PID/smaps_rollup; None if that cannot be read."""
+    """Memory of a process that no other shares, from /proc/PID/smaps; None if that cannot be read.
+
+    A segment belongs to the cluster, also while one process alone has mapped it.
+    """
+    found, in_segment = 0, False
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        found = [
-            int(line.split()[1]) * 1024 for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:"))
-        ]
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if line.startswith(("Private_Clean:", "Private_Dirty:")):
+                found += 0 if in_segment else int(line.split()[1]) * 1024
+            elif not line[0].isupper():  # "7f12…-7f13… rw-s … PATH": the next mapping
+                in_segment = f" {SHM_DIR}/" in line
     except (OSError, IndexError, ValueError):
         return None
-    return sum(found) if found else None
+    return found or None
 
 
 def _zygote(supervisor_pid: int) -> ParticipantStatus | None:
@@ -766,6 +773,7 @@ def cluster_status_of(state: ClusterState, segment: SegmentStatus) -> ClusterSta
         supervisor_state=supervisor_state,
         wanted_prefill=spec.num_prefill,
         wanted_decode=spec.num_decode,
+        colocated=spec.colocated,
         log_dir=str(log_dir(spec.state_dir, state.name)),
         segment=segment.path,
         segment_bytes=segment.total_bytes,

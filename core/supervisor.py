@@ -76,12 +76,13 @@ _EXIT_CODES = range(UsageError.exit_code, AlreadyRunningError.exit_code + 1)
 
 @dataclass(frozen=True, kw_only=True)
 class _Dead:
-    """A participant that is proven dead, until its rows are taken."""
+    """A participant that is proven dead, until its rows are taken. `counted`: with another place of its process."""
 
     name: str
     slot: int
     incarnation: int
     cause: str
+    counted: bool
 
 
 class Supervisor:
@@ -102,11 +103,7 @@ class Supervisor:
         self._loaded = False
         self._zygote = Child(name="zygote", role=None)
         self._router = Child(name="router", role=Role.ROUTER)
-        self._daemons = [
-            _daemon(role, index)
-            for role, number in zip(DAEMONS, (spec.num_prefill, spec.num_decode), strict=True)
-            for index in range(number)
-        ]
+        self._daemons = _daemons(spec)
         self._operations = Operations(self)
         self._watchdog = Watchdog()
         self._judge_at = 0.0
@@ -269,11 +266,10 @@ class Supervisor:
             self._spawn(child, "pdctl.core.router", ["--fd", str(fd)], (fd,))
         elif self._loaded and self._wire is not None:
             emit(event="stage", name=child.name, state="start")
-            assert child.role is not None
             child.log_size = self._log_size(child)
             # The same image of the same weights, with as many threads: one proof is enough for all.
-            proofs = [one.proof_ns for one in self._daemons if one.role is child.role and one.proof_ns is not None]
-            request = {"fork": child.role.label, "index": child.index, "proof_ns": max(proofs, default=None)}
+            proofs = [one.proof_ns for one in self._daemons if one.kind == child.kind and one.proof_ns is not None]
+            request = {"fork": child.kind, "index": child.index, "proof_ns": max(proofs, default=None)}
             with contextlib.suppress(OSError):  # the zygote's death is told by its pidfd
                 self._wire.send(json.dumps(request).encode())
                 child.asked = True
@@ -346,7 +342,7 @@ class Supervisor:
                         child.start_at = time.monotonic()
             elif "forked" in told:
                 for child in self._daemons:
-                    if child.name == f"{told['role']}-{told['index']}":
+                    if child.name == f"{told['kind']}-{told['index']}":
                         self._watch(child, told["forked"])
             elif "error" in told:
                 _log.error("zygote: %s", told["error"])
@@ -359,7 +355,7 @@ class Supervisor:
         for child in self.children:
             if child.ready or child.kill_at is not None or child.role is None:
                 continue
-            if self._state_of(child) in (ParticipantState.READY, ParticipantState.DRAINED):
+            if self._stands(child, ParticipantState.READY) or self.is_drained(child):
                 child.ready = True
                 self._note_proof(child)
                 seconds = time.monotonic() - child.started
@@ -373,21 +369,22 @@ class Supervisor:
             _silence_stdout()
 
     def _note_proof(self, child: Child) -> None:
-        slot = self._slot_of(child)
-        if slot is not None and self._segment.participant_word(slot, P.BIT_EXACT) == 2:
-            child.proof_ns = self._segment.participant_word(slot, P.LONGEST_STEP_NS)
+        for slot in self._slots_of(child):
+            if self._segment.participant_word(slot, P.BIT_EXACT) == 2:
+                child.proof_ns = self._segment.participant_word(slot, P.LONGEST_STEP_NS)
 
-    def _slot_of(self, child: Child) -> int | None:
-        if child.role is None or child.handle is None:
-            return None
-        for slot in self._segment.slots(child.role):
-            if self._segment.participant_word(slot, P.PID) == child.handle.pid:
-                return slot
-        return None
+    def _slots_of(self, child: Child) -> list[int]:
+        """Its places in the segment: none before it has attached, two of a colocated daemon."""
+        if child.handle is None:
+            return []
+        pid, word = child.handle.pid, self._segment.participant_word
+        return [slot for role in child.roles for slot in self._segment.slots(role) if word(slot, P.PID) == pid]
 
-    def _state_of(self, child: Child) -> int | None:
-        slot = self._slot_of(child)
-        return None if slot is None else self._segment.participant_word(slot, P.STATE)
+    def _stands(self, child: Child, state: ParticipantState) -> bool:
+        """Whether it is in this state, in all its places."""
+        slots = self._slots_of(child)
+        states = [self._segment.participant_word(slot, P.STATE) for slot in slots]
+        return len(slots) == len(child.roles) > 0 and set(states) == {state}
 
     # --- what operations do --------------------------------------------------------------------------------
 
@@ -431,7 +428,7 @@ class Supervisor:
             self._end_in_order(child)
 
     def is_drained(self, child: Child) -> bool:
-        return self._state_of(child) == ParticipantState.DRAINED
+        return self._stands(child, ParticipantState.DRAINED)
 
     def _end_in_order(self, child: Child) -> None:
         """Tell a process to end: a daemon puts its rows back first. Its pidfd tells the rest."""
@@ -473,8 +470,8 @@ class Supervisor:
         if child is self._zygote:
             asked = any(daemon.asked for daemon in self._daemons)
             return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=0, owns_rows=asked)
-        slot, segment = self._slot_of(child), self._segment
-        if slot is None:
+        slots, segment = self._slots_of(child), self._segment
+        if not slots:
             return None
         holds_lock = segment.words[H.LOCK_PID] == pid
         if child.role is Role.ROUTER:
@@ -484,19 +481,19 @@ class Supervisor:
             pid=pid,
             state=state,
             cpu_s=cpu_s,
-            progress=segment.participant_word(slot, P.PROGRESS),
-            owns_rows=bool(segment.rows.owned_by(slot, segment.participant_word(slot, P.INCARNATION))),
-            longest_step_s=segment.participant_word(slot, P.LONGEST_STEP_NS) / 1e9,
+            progress=segment.participant_word(slots[0], P.PROGRESS),
+            owns_rows=any(segment.rows.owned_by(at, segment.participant_word(at, P.INCARNATION)) for at in slots),
+            longest_step_s=segment.participant_word(slots[0], P.LONGEST_STEP_NS) / 1e9,
             holds_lock=holds_lock,
         )
 
     def _wish_drains(self) -> None:
         """Write into each daemon's place whether it is to stand idle; a new process of its name has a new place."""
         for child in self._daemons:
-            slot = self._slot_of(child)
-            if slot is not None and self._segment.participant_word(slot, P.DRAIN) != child.drain:
-                self._segment.words[self._segment.layout.participant(slot) + P.DRAIN] = int(child.drain)
-                self._bell.ring(slot)
+            for slot in self._slots_of(child):
+                if self._segment.participant_word(slot, P.DRAIN) != child.drain:
+                    self._segment.words[self._segment.layout.participant(slot) + P.DRAIN] = int(child.drain)
+                    self._bell.ring(slot)
 
     def _forget_requests(self) -> None:
         """The zygote that was asked for daemons is gone; the next one is asked again."""
@@ -523,17 +520,17 @@ class Supervisor:
         status = _collect(child)
         who = f"{child.name} (pid {child.handle.pid})"
         cause = f"{who} was killed: {child.verdict}" if child.verdict else f"{who} ended: {exit_text(status)}"
-        slot = self._slot_of(child)
+        slots = self._slots_of(child)
         self._selector.unregister(child.handle)
         child.handle.close()
         _log.log(logging.WARNING if child.kill_at is None else logging.INFO, "%s", cause)
-        if slot is not None:
-            incarnation = self._segment.participant_word(slot, P.INCARNATION)
-            said = f"{cause}; {self.hint(f'logs {child.name}')}"
-            self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said))
-            self._recover()
+        said = f"{cause}; {self.hint(f'logs {child.name}')}"
+        for slot in slots:
+            incarnation, counted = self._segment.participant_word(slot, P.INCARNATION), slot != slots[0]
+            self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said, counted=counted))
+        self._recover()
         was_ready = child.ready
-        child.end(worked=slot is not None and self._segment.participant_word(slot, P.STEPS) > 0)
+        child.end(worked=any(self._segment.participant_word(slot, P.STEPS) > 0 for slot in slots))
         if not self._announced and not was_ready:
             raise self._failed_start(child, cause, status)
         if not child.wanted:
@@ -548,7 +545,9 @@ class Supervisor:
             while self._dead:
                 dead = self._dead[0]
                 resume = self._spec.on_failure == "resume"
-                reaped = reap(self._segment, dead.slot, dead.incarnation, dead.cause, resume=resume)
+                reaped = reap(
+                    self._segment, dead.slot, dead.incarnation, dead.cause, resume=resume, counted=dead.counted
+                )
                 self._dead.pop(0)
                 _log.info("%s: slot %d reaped", dead.name, dead.slot)
                 request_id = self._segment.rows.request_id
@@ -617,6 +616,14 @@ class Supervisor:
                 _log.error("segment %s: still held by another process", name)
                 return
             time.sleep(0.01)
+
+
+def _daemons(spec: ClusterSpec) -> list[Child]:
+    """Those that a cluster begins with."""
+    if spec.colocated:
+        return [Child(name="colocated-0", role=Role.PREFILL, colocated=True, start_at=None)]
+    numbers = zip(DAEMONS, (spec.num_prefill, spec.num_decode), strict=True)
+    return [_daemon(role, index) for role, number in numbers for index in range(number)]
 
 
 def _daemon(role: Role, index: int, start_at: float | None = None) -> Child:

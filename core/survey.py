@@ -38,6 +38,7 @@ class ClusterSummary:
         state_dir: None for a foreign cluster whose processes do not tell.
         url, model, ready, wanted, uptime_s, supervisor_pid: None if nothing says so; ready and wanted are
             daemons by role.
+        colocated: whether one process is the prefill and the decode daemon.
         segment_bytes: of all its segments.
     """
 
@@ -48,6 +49,7 @@ class ClusterSummary:
     model: str | None = None
     ready: dict[str, int] | None = None
     wanted: dict[str, int] | None = None
+    colocated: bool = False
     uptime_s: float | None = None
     supervisor_pid: int | None = None
     segments: tuple[str, ...]
@@ -121,6 +123,7 @@ def _summary(
         model=state.spec.model_name,
         ready=_ready(state.segment_name),
         wanted={"prefill": state.spec.num_prefill, "decode": state.spec.num_decode},
+        colocated=state.spec.colocated,
         uptime_s=max(0.0, time.time() - state.started_unix_ns / 1e9),
         supervisor_pid=state.supervisor_pid,
     )

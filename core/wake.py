@@ -6,10 +6,16 @@ Bells have no content and may be lost; everybody also scans once a second. Used 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
-from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import P, R
 from pdctl.transport.segment import Role, Segment
+
+
+class Ringer(Protocol):
+    """What rings; in a daemon its `Bell`."""
+
+    def ring(self, slot: int) -> None: ...
 
 
 class Wake:
@@ -19,7 +25,7 @@ class Wake:
         slot: our own, which is never rung.
     """
 
-    def __init__(self, segment: Segment, slot: int, bell: Bell) -> None:
+    def __init__(self, segment: Segment, slot: int, bell: Ringer) -> None:
         self._segment = segment
         self._slot = slot
         self._bell = bell

@@ -5,7 +5,7 @@
          +---- prefill-0, decode-0, ...   orphans of the second fork: children of the supervisor (a sub-reaper)
 
 A daemon so made shares the weights' memory, and one that died is replaced in a fraction of a second. Speaks
-JSON lines over a socket pair with the supervisor: {"fork": role, "index": n, "proof_ns": t} -> {"forked": pid, ...}.
+JSON lines over a socket pair with the supervisor: {"fork": kind, "index": n, "proof_ns": t} -> {"forked": pid, ...}.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pdctl.core.config import ClusterSpec
 from pdctl.core.process import die_with_parent, set_process_name
 from pdctl.transport.errors import PdctlError
 from pdctl.transport.names import SegmentName, log_dir, parse_segment_name
-from pdctl.transport.segment import Role
 
 _ADOPTION_DEADLINE_S = 5.0
 
@@ -75,19 +74,19 @@ def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, su
     # SOCK_SEQPACKET: one message a read; empty when the supervisor is gone.
     while message := wire.recv(4096):
         request = json.loads(message)
-        role, index, proof_ns = Role[request["fork"].upper()], int(request["index"]), request["proof_ns"]
+        kind, index, proof_ns = str(request["fork"]), int(request["index"]), request["proof_ns"]
         middle = os.fork()
         if middle == 0:
             daemon = os.fork()
             if daemon:
-                _say(wire, forked=daemon, role=role.label, index=index)
+                _say(wire, forked=daemon, kind=kind, index=index)
                 os._exit(0)
             code = 1
             try:
                 wire.close()
                 _await_adoption(supervisor)
                 die_with_parent(supervisor)
-                serve(spec, segment_name, role, index, model, proof_ns)
+                serve(spec, segment_name, kind, index, model, proof_ns)
                 code = 0
             except BaseException:
                 traceback.print_exc()

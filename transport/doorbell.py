@@ -6,6 +6,7 @@ a ring that comes during the scan is then still in the queue. Knows nothing of r
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from pathlib import Path
@@ -16,16 +17,24 @@ _MOST_RINGS = 1000
 
 
 class Bell:
-    """The own bell of one participant, and the means to ring the others'."""
+    """A process's own bell, and the means to ring the others'.
 
-    def __init__(self, run_dir: Path, slot: int) -> None:
+    Args:
+        slots: the process's places: one socket, with a name for each.
+    """
+
+    def __init__(self, run_dir: Path, *slots: int) -> None:
         self._run_dir = run_dir
-        self._path = bell_path(run_dir, slot)
-        self._path.unlink(missing_ok=True)
+        self._paths = [bell_path(run_dir, slot) for slot in slots]
+        for path in self._paths:
+            path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.bind(str(self._path))
-        self._path.chmod(0o600)
+        first, *others = self._paths
+        self._socket.bind(str(first))
+        first.chmod(0o600)
+        for other in others:
+            os.link(first, other)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -58,4 +67,5 @@ class Bell:
 
     def close(self) -> None:
         self._socket.close()
-        self._path.unlink(missing_ok=True)
+        for path in self._paths:
+            path.unlink(missing_ok=True)

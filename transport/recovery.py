@@ -25,7 +25,9 @@ class Reaped:
     cancelled: tuple[int, ...]
 
 
-def reap(segment: Segment, slot: int, incarnation: int, cause: str, *, resume: bool = True) -> Reaped:
+def reap(
+    segment: Segment, slot: int, incarnation: int, cause: str, *, resume: bool = True, counted: bool = False
+) -> Reaped:
     """Take everything from a participant that is PROVEN dead, and free its slot.
 
     Stores into a mapping cannot be fenced: the caller has seen the process's pidfd become readable.
@@ -33,6 +35,7 @@ def reap(segment: Segment, slot: int, incarnation: int, cause: str, *, resume: b
     Args:
         cause: what its rows fail with, if they must.
         resume: whether they go on elsewhere; else all of them fail.
+        counted: the process had another place, with which its death was counted.
     """
     rows = segment.rows
     outcome: dict[RowState, list[int]] = {}
@@ -41,7 +44,7 @@ def reap(segment: Segment, slot: int, incarnation: int, cause: str, *, resume: b
         role = Role(segment.words[base + P.ROLE])
         if segment.words[base + P.INCARNATION] != incarnation or role is Role.NONE:
             return Reaped(slot=slot, adoptable=(), failed=(), cancelled=())
-        section.add(H.DEATHS, 1)
+        section.add(H.DEATHS, int(not counted))
     for row in rows.owned_by(slot, incarnation):
         with segment.lock.section(Op.REAP, row) as section:
             outcome.setdefault(rows.reap_row(section, row, cause, resume=resume), []).append(row)

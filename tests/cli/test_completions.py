@@ -13,6 +13,7 @@ import pytest
 
 from pdctl.cli import completions
 from pdctl.cli.options import complete_cluster
+from pdctl.core.cluster import write_state
 
 DIRECTORY = Path(__file__).parent.parent.parent / "completions"
 Cluster = Any
@@ -92,6 +93,8 @@ def test_names_of_processes_are_completed(cluster: Cluster) -> None:
     assert complete(ask) == ["router", "prefill-0", "decode-0", "decode-1"]
     assert complete(f"pdctl drain --name {cluster.name} dec", PDCTL_STATE_DIR=state_dir) == ["decode-0", "decode-1"]
     assert complete("pdctl drain --name nobody dec", PDCTL_STATE_DIR=state_dir) == []
+    write_state(cluster.state(colocated=True, local_prefill_tokens=0))
+    assert complete(ask) == ["router", "colocated-0"]
     assert complete("pdctl scale pre", PDCTL_STATE_DIR=state_dir) == ["prefill="]
 
 

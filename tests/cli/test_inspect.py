@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,9 @@ def status(cluster: Cluster, *arguments: str) -> Any:
 
 
 def test_both_views_fit_80_columns(cluster: Cluster) -> None:
-    for view in (status_view(cluster_of(cluster), WIDTH), segment_view(segment_of(cluster), WIDTH, "today")):
+    colocated = replace(cluster_of(cluster), colocated=True)
+    assert "one process" in rendered(status_view(colocated, WIDTH))
+    for view in (status_view(colocated, WIDTH), segment_view(segment_of(cluster), WIDTH, "today")):
         lines = rendered(view).splitlines()
         assert max(map(len, lines)) <= WIDTH
 
@@ -295,8 +298,6 @@ def test_status_of_a_cluster_that_does_not_run(tmp_path: Path) -> None:
 
 
 def test_the_slower_linear_path_is_explained(cluster: Cluster) -> None:
-    from dataclasses import replace
-
     text = rendered(status_view(replace(cluster_of(cluster), linear="widened"), WIDTH))
     assert "widened (this CPU has no bfloat16 kernels" in text
 

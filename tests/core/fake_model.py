@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pdctl.core.attention import TokenRun
+from pdctl.core.colocated import ColocatedEngine
 from pdctl.core.config import ClusterSpec
 from pdctl.core.decode import DecodeEngine
 from pdctl.core.prefill import PrefillEngine
@@ -96,23 +97,34 @@ class Engines:
         me = self.join(Role.DECODE)
         return DecodeEngine(self.segment, me, self.model, self.spec, self.wake(me))
 
+    def new_colocated(self) -> ColocatedEngine:
+        prefill, decode = ((self.segment, self.join(role)) for role in (Role.PREFILL, Role.DECODE))
+        return ColocatedEngine(prefill, decode, self.model, self.spec, self)
+
     def join(self, role: Role) -> Participant:
         me = self.segment.attach(role)
         me.put(P.STATE, ParticipantState.READY)
         return me
 
     def wake(self, me: Participant) -> Wake:
-        return Wake(self.segment, me.slot, self)  # type: ignore[arg-type]
+        return Wake(self.segment, me.slot, self)
 
     def ring(self, slot: int) -> None:
         """A bell that only notes who was rung."""
         self.rung.append(slot)
 
 
-class FakeCluster(Engines):
-    """Any number of engines over one segment of 64-bit KV cells, stepped by hand."""
+Engine = PrefillEngine | DecodeEngine | ColocatedEngine
 
-    def __init__(self, *, prefill: int = 1, decode: int = 1, **changes: Any) -> None:
+
+class FakeCluster(Engines):
+    """Any number of engines over one segment of 64-bit KV cells, stepped by hand.
+
+    Attributes:
+        colocated: the one engine of a colocated cluster; its halves are in `prefill` and `decode`.
+    """
+
+    def __init__(self, *, prefill: int = 1, decode: int = 1, colocated: bool = False, **changes: Any) -> None:
         values: dict[str, Any] = {
             "name": "fake",
             "state_dir": Path("/tmp"),
@@ -131,6 +143,7 @@ class FakeCluster(Engines):
             "max_rows": 32,
             "local_prefill_tokens": 0,
             "chunk_tokens": 32,
+            "colocated": colocated,
         }
         self.spec = ClusterSpec(**{**values, **changes})
         self.segment = Segment.anonymous(self.spec.geometry)
@@ -138,9 +151,24 @@ class FakeCluster(Engines):
         self.model = FakeModel(self.segment)
         self.rung: list[int] = []
         self.router = self.segment.attach(Role.ROUTER)
-        self.prefill = [self.new_prefill() for _ in range(prefill)]
-        self.decode = [self.new_decode() for _ in range(decode)]
+        self.prefill: list[PrefillEngine] = []
+        self.decode: list[DecodeEngine] = []
+        self.colocated: ColocatedEngine | None = None
+        if colocated:
+            self._colocate()
+        else:
+            self.prefill += [self.new_prefill() for _ in range(prefill)]
+            self.decode += [self.new_decode() for _ in range(decode)]
         self.asked: dict[int, tuple[list[int], int, int]] = {}
+
+    def _colocate(self) -> None:
+        self.colocated = self.new_colocated()
+        self.prefill, self.decode = [self.colocated.prefill], [self.colocated.decode]
+
+    @property
+    def engines(self) -> list[Engine]:
+        """One a process."""
+        return [self.colocated] if self.colocated is not None else [*self.prefill, *self.decode]
 
     def try_submit(self, prompt: Sequence[int], count: int, **params: Any) -> int | None:
         claim = self.rows.submit(
@@ -164,17 +192,20 @@ class FakeCluster(Engines):
     def cancel(self, row: int) -> None:
         self.rows.cancel(row, self.asked[row][2])
 
-    def kill(self, engine: PrefillEngine | DecodeEngine) -> None:
+    def kill(self, engine: Engine) -> None:
         """Its process is gone: its rows are taken, another engine stands in its place."""
-        reap(self.segment, engine._me.slot, engine._me.incarnation, "killed")
-        if isinstance(engine, PrefillEngine):
+        for half in (engine.prefill, engine.decode) if isinstance(engine, ColocatedEngine) else (engine,):
+            reap(self.segment, half._me.slot, half._me.incarnation, "killed")
+        if isinstance(engine, ColocatedEngine):
+            self._colocate()
+        elif isinstance(engine, PrefillEngine):
             self.prefill[self.prefill.index(engine)] = self.new_prefill()
         else:
             self.decode[self.decode.index(engine)] = self.new_decode()
 
     def step(self) -> bool:
         """One step of every engine; False: none had anything to do."""
-        worked = [engine.step() for engine in (*self.prefill, *self.decode)]
+        worked = [engine.step() for engine in self.engines]
         return any(worked)
 
     def run(self, *rows: int, steps: int = 10_000) -> None:

@@ -59,10 +59,20 @@ def test_every_place_of_a_batch_has_a_row() -> None:
     assert rows_for(2, 3, 100) == 302
 
 
+@pytest.mark.parametrize("changes", [{"num_prefill": 2}, {"num_decode": 3}, {"local_prefill_tokens": 32}])
+def test_one_process_is_one_of_each(changes: dict[str, int]) -> None:
+    alone: dict[str, object] = {"colocated": True, "local_prefill_tokens": 0}
+    assert spec(**alone).colocated
+    with pytest.raises(UsageError, match="with --colocated"):
+        spec(**alone | changes)
+
+
 def test_a_record_is_read_as_it_was_written() -> None:
-    made = spec(max_queue=0, max_rows=302, eos_token_ids=(2, 5))
+    made = spec(max_queue=0, max_rows=302, eos_token_ids=(2, 5), colocated=True, local_prefill_tokens=0)
     assert ClusterSpec.from_json(made.to_json()) == made
     with pytest.raises(IncompatibleError):
         ClusterSpec.from_json('{"name": "c"}')
+    with pytest.raises(IncompatibleError, match="colocated: expected bool, found int"):
+        ClusterSpec.from_json(made.to_json().replace('"colocated": true', '"colocated": 1'))
     with pytest.raises(UsageError, match="--max-queue -1"):
         spec(max_queue=-1)

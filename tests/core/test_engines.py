@@ -50,10 +50,17 @@ SAMPLERS: list[dict[str, Any]] = [
 
 
 class Cluster(Engines):
-    """A router's, a prefill's and a decode's place over one anonymous segment, stepped by hand."""
+    """A router's, a prefill's and a decode's place over one anonymous segment, stepped by hand; or colocated."""
 
     def __init__(
-        self, model: Model, path: Path, *, num_blocks: int = 256, chunk: int = CHUNK, local: int = 0
+        self,
+        model: Model,
+        path: Path,
+        *,
+        num_blocks: int = 256,
+        chunk: int = CHUNK,
+        local: int = 0,
+        colocated: bool = False,
     ) -> None:
         from pdctl.core.checkpoint import read_config
 
@@ -85,8 +92,9 @@ class Cluster(Engines):
         # Pages of a pool in use are never clean: what they hold must not matter.
         pages.fill_(float("nan"))
         model.use_pages(pages)
-        self.prefill = self.new_prefill()
-        self.decode = self.new_decode()
+        self.colocated = self.new_colocated() if colocated else None
+        self.prefill = self.new_prefill() if self.colocated is None else self.colocated.prefill
+        self.decode = self.new_decode() if self.colocated is None else self.colocated.decode
         self._logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def submit(self, tokens: list[int], count: int, **params: Any) -> tuple[int, int]:
@@ -112,10 +120,13 @@ class Cluster(Engines):
     def done(self, row: int) -> bool:
         return self.segment.rows.state(row) in (RowState.FINISHED, RowState.FAILED, RowState.CANCELLED)
 
+    def step(self) -> None:
+        for engine in (self.prefill, self.decode) if self.colocated is None else (self.colocated,):
+            engine.step()
+
     def run(self, *rows: int, steps: int = 5000) -> None:
         for _ in range(steps):
-            self.prefill.step()
-            self.decode.step()
+            self.step()
             for row in self._logprobs:
                 self.read_logprobs(row)
             if all(self.done(row) for row in rows):
@@ -173,6 +184,8 @@ def test_tokens_are_transformers_own_cold_and_cached(model: Model, tiny_dir: Pat
     cluster.run(row)
     assert rows.get(row, R.CACHED_TOKENS) == (length - 1) // BLOCK * BLOCK
     assert cluster.take(row, generation, length) == cold
+    colocated = Cluster(model, tiny_dir, colocated=True)
+    assert [colocated.ask(prompt, 24) for _ in range(2)] == [cold, cold]
     if model.numerics.dtype == "float32":
         with torch.inference_mode():
             logits = oracle(torch.tensor([prompt + cold])).logits[0, length - 1 : -1]
@@ -187,18 +200,27 @@ def test_alone_is_among_others_is_chunked_is_local(model: Model, tiny_dir: Path)
     alone = []
     for prompt, sampler in zip(prompts, samplers, strict=True):
         alone.append(Cluster(model, tiny_dir).ask(prompt, 40, **sampler))
-    for chunk, local, threads in ((CHUNK, 0, 2), (7, 0, 1), (512, 0, 2), (CHUNK, 64, 2), (CHUNK, 512, 1)):
+    # Chunk, local prefill, threads, colocated.
+    setups = [
+        (CHUNK, 0, 2, False),
+        (7, 0, 1, False),
+        (512, 0, 2, False),
+        (CHUNK, 64, 2, False),
+        (CHUNK, 512, 1, False),
+    ]
+    setups += [(CHUNK, 0, 2, True), (7, 0, 1, True), (512, 0, 2, True)]
+    for chunk, local, threads, colocated in setups:
         torch.set_num_threads(threads)
-        cluster = Cluster(model, tiny_dir, chunk=chunk, local=local)
+        cluster = Cluster(model, tiny_dir, chunk=chunk, local=local, colocated=colocated)
         handles = []
         for index, prompt in enumerate(prompts):
             handles.append(cluster.submit(prompt, 40, **samplers[index]))
             for _ in range(index):
-                cluster.prefill.step()
-                cluster.decode.step()
+                cluster.step()
         cluster.run(*(row for row, _ in handles))
         for prompt, (row, generation), expected in zip(prompts, handles, alone, strict=True):
-            assert cluster.take(row, generation, len(prompt)) == expected, (chunk, local, threads, len(prompt))
+            what = (chunk, local, threads, colocated, len(prompt))
+            assert cluster.take(row, generation, len(prompt)) == expected, what
     torch.set_num_threads(2)
 
 

@@ -164,6 +164,29 @@ def test_only_drained_ones_may_not_stay() -> None:
     assert len([child for child in world.fleet.daemons if child.wanted]) == 3
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"operation": "scale", "numbers": {"decode": 2}},
+        {"operation": "drain", "name": "colocated-0"},
+        {"operation": "drain", "name": "decode-0", "force": True},
+        {"operation": "drain", "name": "colocated-0", "undo": True},
+    ],
+)
+def test_a_colocated_daemon_has_no_peers(request_: dict[str, Any]) -> None:
+    world = World()
+    one = Child(name="colocated-0", role=Role.PREFILL, colocated=True, ready=True)
+    world.fleet.daemons = [one]
+    error = world.ask(**request_).error
+    assert (error["exit_code"], "is colocated" in error["message"]) == (2, True)
+    assert not one.drain
+    asker = world.ask("restart")
+    one.begin(object())  # type: ignore[arg-type]
+    one.ready = True
+    world.operations.advance()
+    assert asker.done == {"restarted": ["colocated-0"]}
+
+
 def test_drain_and_back() -> None:
     world = World(decode=2)
     asker = world.ask("drain", name="decode-1")

@@ -7,8 +7,6 @@ import random
 import pytest
 from fake_model import FakeCluster
 
-from pdctl.core.decode import DecodeEngine
-from pdctl.core.prefill import PrefillEngine
 from pdctl.transport.layout import H, P, R
 from pdctl.transport.recovery import verify
 from pdctl.transport.rows import TERMINAL, RowState
@@ -23,7 +21,7 @@ def prompt(rng: random.Random) -> list[int]:
 
 
 def step(cluster: FakeCluster, rng: random.Random) -> None:
-    rng.choice([*cluster.prefill, *cluster.decode]).step()
+    rng.choice(cluster.engines).step()
 
 
 def submit(cluster: FakeCluster, rng: random.Random) -> None:
@@ -43,23 +41,55 @@ def collect(cluster: FakeCluster, rng: random.Random) -> None:
 
 
 def kill(cluster: FakeCluster, rng: random.Random) -> None:
-    cluster.kill(rng.choice([*cluster.prefill, *cluster.decode]))
+    cluster.kill(rng.choice(cluster.engines))
+
+
+class Killed(BaseException):
+    """The process is gone at this point."""
+
+
+def die(cluster: FakeCluster, rng: random.Random) -> None:
+    """Killed within a step, right before or after it makes something true for everybody."""
+    engine, name = rng.choice(cluster.engines), rng.choice(["commit_kv", "commit_token", "publish", "hand_over"])
+    real = getattr(cluster.rows, name)
+    # Before its first commit a row's death counts against the row; that is not the subject here.
+    after = name == "commit_kv" or rng.random() < 0.5
+
+    def last(*arguments: int) -> None:
+        if after:
+            real(*arguments)
+        raise Killed
+
+    setattr(cluster.rows, name, last)
+    try:
+        engine.step()
+    except Killed:
+        cluster.kill(engine)
+    finally:
+        delattr(cluster.rows, name)
 
 
 def drain(cluster: FakeCluster, rng: random.Random) -> None:
-    engine: PrefillEngine | DecodeEngine = rng.choice([*cluster.prefill, *cluster.decode])
-    engine.release()
+    rng.choice(cluster.engines).release()
 
 
 # How often each comes.
-MIXTURE = {step: 60, submit: 6, cancel: 1, collect: 6, kill: 1, drain: 1}
+MIXTURE = {step: 60, submit: 6, cancel: 1, collect: 6, kill: 1, die: 1, drain: 1}
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "num_blocks", "local"), [(1, 1, 30, 0), (2, 2, 26, 12), (1, 3, 200, 12), (3, 2, 40, 0)]
+    ("prefill", "decode", "num_blocks", "local"),
+    # None of a kind: colocated.
+    [(1, 1, 30, 0), (2, 2, 26, 12), (1, 3, 200, 12), (3, 2, 40, 0), (0, 0, 26, 0)],
 )
 def test_ten_thousand_operations(prefill: int, decode: int, num_blocks: int, local: int) -> None:
-    cluster = FakeCluster(prefill=prefill, decode=decode, num_blocks=num_blocks, local_prefill_tokens=local)
+    cluster = FakeCluster(
+        prefill=max(1, prefill),
+        decode=max(1, decode),
+        colocated=not prefill + decode,
+        num_blocks=num_blocks,
+        local_prefill_tokens=local,
+    )
     rng = random.Random(1000 * prefill + 100 * decode + num_blocks)
     operations = rng.choices(list(MIXTURE), weights=list(MIXTURE.values()), k=OPERATIONS)
     for number, operation in enumerate(operations):

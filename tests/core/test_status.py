@@ -19,6 +19,7 @@ from pdctl.core.status import SegmentStatus, cluster_status, cluster_status_of, 
 from pdctl.transport.errors import CorruptSegmentError, IncompatibleError, NotFoundError
 from pdctl.transport.layout import LAYOUT_VERSION, WORD, B, H, P, R, VerifyKv
 from pdctl.transport.lock import Op
+from pdctl.transport.names import new_segment_name
 from pdctl.transport.rows import RowParams, RowState
 from pdctl.transport.segment import ParticipantState, Role, Segment
 
@@ -82,6 +83,24 @@ def test_participants(cluster: Cluster) -> None:
     assert prefill.cpu_s is not None and prefill.cpu_s > 0
     assert dead.pid == cluster.dead_pid
     assert dead.private_bytes is None and dead.cpu_s is None
+
+
+def test_a_segment_is_nobodys_private_memory(cluster: Cluster) -> None:
+    """Also while one process alone has mapped it."""
+    name = new_segment_name(cluster.name)
+    geometry = dataclasses.replace(cluster.geometry, num_blocks=1 << 16)
+    segment = Segment.create(name, geometry, fingerprint=1, numerics_id=1)
+    try:
+        before = core_status.private_bytes(os.getpid())
+        start, total = segment.layout.kv_offset, segment.layout.total_bytes
+        segment.mapping.memory[start:total] = bytes(total - start)
+        after = core_status.private_bytes(os.getpid())
+    finally:
+        name.path.unlink()
+        segment.close()
+    assert before is not None and after is not None
+    assert total - start >= 32 << 20
+    assert after - before < 16 << 20
 
 
 def test_every_block_is_counted_once(cluster: Cluster) -> None:
@@ -440,8 +459,8 @@ SEGMENT_KEYS = (
 )
 CLUSTER_KEYS = (
     "schema name health causes phase model model_path dtype numerics numerics_id bit_exact attention linear "
-    "url started_unix_ns uptime_s supervisor_pid supervisor_state wanted_prefill wanted_decode log_dir "
-    "segment segment_bytes kv_bytes processes rows_by_state pool counters num_queued max_queue"
+    "url started_unix_ns uptime_s supervisor_pid supervisor_state wanted_prefill wanted_decode colocated "
+    "log_dir segment segment_bytes kv_bytes processes rows_by_state pool counters num_queued max_queue"
 )
 
 

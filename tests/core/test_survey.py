@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from pdctl.cli.tables import clusters_view
 from pdctl.core import survey
 from pdctl.core.cluster import is_cluster_directory
 from pdctl.core.survey import collect, leftovers
+from pdctl.transport.layout import P
 from pdctl.transport.names import all_segments, cluster_dir, log_dir
+from pdctl.transport.segment import ParticipantState
 
 Cluster = Any
 
@@ -184,3 +187,14 @@ def test_logs_say_when_nothing_matches(cluster: Cluster) -> None:
     assert (found.exit_code, found.stdout, found.stderr) == (0, "router | 2026-01-01 00:00:00.000Z I x abc\n", "")
     missed = CliRunner().invoke(app, ["logs", "--grep", "abd", *place])
     assert (missed.exit_code, missed.stdout, missed.stderr) == (1, "", "no line of router has 'abd'\n")
+
+
+def test_one_process_for_both_is_listed_as_one(cluster: Cluster) -> None:
+    cluster.run(cluster.state(colocated=True, local_prefill_tokens=0))
+    listed = json.loads(run(cluster, "ls", "--json"))["clusters"]
+    assert [one["colocated"] for one in listed if one["name"] == cluster.name] == [True]
+    (line,) = [line for line in run(cluster, "ls").splitlines() if line.startswith(cluster.name[:14])]
+    assert " 1PD " in line
+    cluster.decode.me.put(P.STATE, ParticipantState.STARTING)
+    (line,) = [line for line in run(cluster, "ls").splitlines() if line.startswith(cluster.name[:14])]
+    assert " 0/1PD " in line

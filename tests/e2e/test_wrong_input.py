@@ -96,6 +96,8 @@ def assert_refused(cluster: Any, result: Any, code: int, *says: str) -> None:
         ("--max-context 1000000000", 2, "--max-context 1000000000: expected 2 to 2048"),
         ("--dtype int4", 2, "--dtype int4: expected one of"),
         ("--local-prefill-tokens -1", 2, "--local-prefill-tokens -1: expected 0 to"),
+        ("--colocated --decode 2", 2, "--decode 2 with --colocated"),
+        ("--colocated --local-prefill-tokens 32", 2, "--local-prefill-tokens 32 with --colocated"),
         ("--chunk-tokens 0", 2, "--chunk-tokens 0: expected 1 to"),
         ("--max-batch 0", 2, "--max-batch 0: expected 1 to"),
         ("--max-queue -1", 2, "--max-queue -1: expected 0 to"),

@@ -122,6 +122,24 @@ def test_a_restarted_participant_takes_over_the_path_of_the_dead(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_with_two_places_has_one_bell(tmp_path: Path) -> None:
+    one, two = Bell(tmp_path, 0), Bell(tmp_path, 1, 2)
+    for slot in (1, 2):
+        one.ring(slot)
+        assert two.wait(FAR_AWAY_S)
+        assert not two.drain()
+        assert stat.S_IMODE(bell_path(tmp_path, slot).stat().st_mode) == 0o600
+    # One that was killed left both names; its successor has them, in whichever order.
+    new = Bell(tmp_path, 2, 1)
+    for slot in (1, 2):
+        one.ring(slot)
+        assert new.wait(FAR_AWAY_S)
+    assert not two.drain()
+    for bell in (one, two, new):
+        bell.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_we_may_ring(bells: tuple[Bell, Bell], tmp_path: Path) -> None:
     assert stat.S_IMODE(bell_path(tmp_path, 0).stat().st_mode) == 0o600
 
