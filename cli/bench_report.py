@@ -37,11 +37,13 @@ def report(
     _check_writable(html, files)
     labels = _labels(files)
     documents = [
-        reporting.Document(label=label, content=results.load(path)) for label, path in zip(labels, files, strict=True)
+        reporting.Document(label=label, path=str(path), content=results.load(path))
+        for label, path in zip(labels, files, strict=True)
     ]
     sections = reporting.sections(documents)
     _write(html, sections, "pdctl bench: " + ", ".join(labels))
     console = stdout_console()
+    colors = console.color_system is not None and not console.no_color
     for section in sections:
         console.print(_words(section))
         if plots and sys.stdout.isatty():
@@ -49,7 +51,7 @@ def report(
 
             for plot in section.plots:
                 if plot.principal:
-                    console.print(draw(plot, console.width, colors=bool(console.color_system)))
+                    console.print(draw(plot, console.width, colors=colors))
     remark(f"{html}: all plots; open it in a browser")
 
 

@@ -21,13 +21,14 @@ class Found:
     """A value somewhere in a document."""
 
     def __init__(self, value: Any, place: str) -> None:
+        """place: for people; of a whole document, its file and a colon."""
         self.value = value
         self.place = place
 
     def __getitem__(self, key: str) -> Found:
         """What an object holds under a key; of a missing key, a missing value."""
         self._expect(dict, "an object")
-        return Found(self.value.get(key), f"{self.place}.{key}")
+        return Found(self.value.get(key), self._place_of(key))
 
     def __iter__(self) -> Iterator[Found]:
         """Values of a list."""
@@ -37,7 +38,7 @@ class Found:
     def items(self) -> Iterator[tuple[str, Found]]:
         """Keys, fit to be shown, and values of an object."""
         self._expect(dict, "an object")
-        return ((printable(key), Found(value, f"{self.place}.{printable(key)}")) for key, value in self.value.items())
+        return ((printable(key), Found(value, self._place_of(key))) for key, value in self.value.items())
 
     @property
     def is_missing(self) -> bool:
@@ -92,6 +93,10 @@ class Found:
         if isinstance(self.value, list):
             return ", ".join(one.shown() for one in self)
         return "; ".join(f"{key.replace('_', ' ')}: {one.shown()}" for key, one in self.items()) or "none"
+
+    def _place_of(self, key: str) -> str:
+        between = " " if self.place.endswith(":") else "."
+        return f"{self.place}{between}{printable(key, 60)}"
 
     def _expect(self, kind: type, words: str) -> None:
         if not isinstance(self.value, kind):

@@ -22,14 +22,16 @@ class Document:
 
     Attributes:
         label: what its series are called beside those of others.
+        path: of its file, for errors.
     """
 
     label: str
+    path: str
     content: dict[str, Any]
 
     @property
     def found(self) -> Found:
-        return Found(self.content, printable(self.label))
+        return Found(self.content, f"{printable(self.path)}:")
 
     @property
     def kind(self) -> str:

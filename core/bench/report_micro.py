@@ -207,7 +207,7 @@ def engine_words(results: Found) -> tuple[str, ...]:
         words.append("Nothing was measured: there is nothing to draw.")
     for name, limits in results["limits"].items():
         words.append(
-            f"Limits of {name} with {limits['threads'].shown()} threads: reading "
+            f"Limits of {name} (threads: {limits['threads'].shown()}): reading "
             f"{digits(limits['read_gb_per_s'].number(), 'GB/s')}, computing "
             f"{digits(limits['compute_gflop_per_s'].number(), 'GFLOP/s')}."
         )
@@ -249,7 +249,9 @@ def engine_plots(results: Found) -> tuple[Plot, ...]:
     """Steps over context, prefill over length, and both against the machine's limits."""
     work = [one for one in _work(results) if one.length > 0]
     decode, prefill = [one for one in work if one.batch], [one for one in work if not one.batch]
-    step, rate, share = [], [], []
+    step: list[Trace] = []
+    rate: list[Trace] = []
+    share: list[Trace] = []
     for color, batch in enumerate(dict.fromkeys(one.batch for one in decode)):
         own = [one for one in decode if one.batch == batch]
         step += _over_length(f"batch {batch}", color, own, lambda _, time: time)

@@ -80,7 +80,7 @@ def serve_words(results: Found, objectives: Found) -> tuple[str, ...]:
     completed, failed = summary["completed"].count(), summary["failed"].count()
     errors = [f"{one['count'].count()} x {one['kind'].text()}: {one['first'].shown()}" for one in summary["errors"]]
     words = [
-        f"{completed} of {completed + failed} requests succeeded in {digits(summary['duration'].number(), 's')}."
+        f"{completed:,} of {completed + failed:,} requests succeeded in {digits(summary['duration'].number(), 's')}."
     ]
     if not completed:
         words.append("No request succeeded: there is nothing to draw.")

@@ -78,7 +78,12 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sections_of(*documents: dict[str, Any]) -> tuple[Section, ...]:
-    return sections([Document(label=f"file{number}", content=one) for number, one in enumerate(documents)])
+    return sections(
+        [
+            Document(label=f"file{number}", path=f"file{number}.json", content=one)
+            for number, one in enumerate(documents)
+        ]
+    )
 
 
 def page_of(*documents: dict[str, Any]) -> Page:
@@ -440,7 +445,7 @@ def test_a_value_of_any_kind_in_any_place_is_drawn_or_named(kind: str) -> None:
             try:
                 found = sections_of(broken)
             except IncompatibleError as error:
-                assert error.message.startswith("file0"), error.message
+                assert error.message.startswith("file0.json: "), error.message
                 assert error.message.isprintable() and len(error.message) < 400
                 refused += 1
             else:
@@ -462,7 +467,14 @@ def test_a_document_without_any_one_of_its_values_is_drawn_or_named(kind: str) -
         try:
             sections_of(broken)
         except IncompatibleError as error:
-            assert error.message.startswith("file0.")
+            assert error.message.startswith("file0.json: ")
+
+
+def test_no_text_ends_the_script_that_holds_it() -> None:
+    """Labels are escaped already: this is the second wall."""
+    made_of = page._json({text: [text] for text in HOSTILE_TEXTS})
+    assert not {"<", ">", "&"} & set(made_of)
+    assert json.loads(made_of) == {text: [text] for text in HOSTILE_TEXTS}
 
 
 def test_nothing_but_its_two_scripts_runs_in_the_page() -> None:
