@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -71,8 +72,6 @@ def _check_writable(html: Path, files: Sequence[Path]) -> None:
 
 def _write(html: Path, sections: Sequence[Section], title: str) -> None:
     """Whole or not at all."""
-    import os
-
     from pdctl.core.bench.page import render
 
     page = render(sections, title)

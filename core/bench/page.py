@@ -245,7 +245,7 @@ def _trace(trace: Trace, *, heavy: bool, in_legend: bool) -> dict[str, Any]:
         "x": list(trace.x),
         "y": [_label(value) if isinstance(value, str) else value for value in trace.y],
         # Of very many dots the dense places shall be seen.
-        "opacity": 0.45 if trace.faint or heavy and len(trace.x) > _MOST_ELEMENTS / 10 else 1.0,
+        "opacity": 0.45 if trace.faint or (heavy and len(trace.x) > _MOST_ELEMENTS / 10) else 1.0,
         "marker": {"color": color, "symbol": trace.symbol.value, "size": trace.size},
         "line": {"color": color, "width": 1.5 if trace.faint else 2, "dash": "dot" if trace.dashed else "solid"},
     }
