@@ -69,6 +69,8 @@ def _run(arguments: list[str], state_dir: Path, **env: str) -> tuple[int, set[st
         (["restart"], 3, "not running"),
         (["bench"], 3, "not running"),
         (["bench", "--help"], 0, "--prompt-tokens"),
+        (["bench", "report", "--help"], 0, "--html"),
+        (["bench", "report", "nothing.json"], 3, "No such file"),
         (["ls"], 0, ""),
         (["gc", "--dry-run"], 0, ""),
     ],
