@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pdctl.cli.bench_handoff import handoff
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
 from pdctl.transport.errors import PdctlError
@@ -71,3 +72,6 @@ def bench(
         raise PdctlError(
             f"{result.num_failed} requests failed: {result.first_error}", hint=command("logs", name, directory)
         )
+
+
+app.command("handoff")(handoff)

@@ -1,0 +1,57 @@
+"""The tables of `pdctl bench handoff` and `pdctl bench engine`, from their results; at most 80 columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pdctl.core.bench.figures import Series
+    from pdctl.core.bench.handoff import Cell
+    from pdctl.core.bench.handoff import Result as HandoffResult
+
+
+def handoff_tables(result: HandoffResult) -> list[Table]:
+    """One table on an idle machine, one beside the load; a row a length, a column a transport."""
+    from rich.table import Table
+
+    g = result.geometry
+    tables = []
+    for load in sorted({cell.load for cell in result.cells}):
+        cells = {(cell.tokens, cell.transport): cell for cell in result.cells if cell.load is load}
+        names = list(dict.fromkeys(name for _, name in cells))
+        title = f"hand-over, {g.token_bytes:,} bytes of KV a token ({g.dtype.label})"
+        if load:
+            title = f"beside a process that moves {result.load_gb_per_s:.1f} GB/s of memory"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
+        table.add_column("tokens")
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for tokens in dict.fromkeys(tokens for tokens, _ in cells):
+            row = [cells[tokens, name] for name in names]
+            table.add_row(f"{tokens}\n{_megabytes(row[0].num_bytes)} MB", *(_handoff_cell(cell) for cell in row))
+        tables.append(table)
+    return tables
+
+
+def _handoff_cell(cell: Cell) -> str:
+    if cell.series is None:
+        return "n/a"
+    ratio = "" if cell.ratio is None or cell.transport == "pdctl" else f"{digits(cell.ratio)}x"
+    return f"{spread(cell.series)}\n{ratio}"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return digits(num_bytes / 1e6)
+
+
+def spread(series: Series) -> str:
+    return f"{digits(series.p50)} ({digits(series.p99)})"
+
+
+def digits(value: float) -> str:
+    """Two or three digits that mean something."""
+    if value >= 99.5:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
