@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pdctl.cli.bench_engine import engine
 from pdctl.cli.bench_handoff import handoff
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
@@ -75,3 +76,4 @@ def bench(
 
 
 app.command("handoff")(handoff)
+app.command("engine")(engine)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pdctl.core.bench.figures import Series
 from pdctl.core.bench.helper import Helper, HelperError
 from pdctl.transport.errors import CapacityError, DeadlineError, NotFoundError, PdctlError, UsageError
@@ -392,13 +394,13 @@ def _pool_for(plan: Plan) -> Geometry:
 
 def _check_room(plan: Plan, geometry: Geometry) -> None:
     largest = max(plan.tokens) * geometry.token_bytes
-    segment = Layout(geometry).total_bytes - largest
+    segment = Layout(geometry).total_bytes
     copies = sum(kind.copies for kind in plan.kinds if kind.is_installed)
-    wanted = copies * largest + segment + (_LOAD_BYTES if plan.load else 0)
-    available, limit = available_bytes()
-    if wanted > available:
-        raise CapacityError(
-            f"hand-overs of {max(plan.tokens)} tokens: want {wanted} bytes in all processes, "
-            f"{limit} has {max(0, available)} bytes",
-            hint=f"pdctl bench handoff --tokens {max(1, int(max(plan.tokens) * available / wanted / 2))}",
-        )
+    wanted = copies * largest + segment - largest + (_LOAD_BYTES if plan.load else 0)
+    memory = psutil.virtual_memory().available
+    for need, (available, limit) in ((segment, available_bytes()), (wanted, (memory, "memory"))):
+        if need > available:
+            raise CapacityError(
+                f"hand-overs of {max(plan.tokens)} tokens: want {need} bytes, {limit} has {max(0, available)} bytes",
+                hint=f"pdctl bench handoff --tokens {max(1, int(max(plan.tokens) * max(0, available) / need / 2))}",
+            )

@@ -131,7 +131,6 @@ def test_a_hand_over_table_shows_median_99th_percentile_and_ratio() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
     """Killed in the middle: no process and no segment stays; what is asked to end leaves no directory either."""
-    before = segments_of("bench")
     command = [
         sys.executable,
         "-m",

@@ -127,7 +127,7 @@ def test_a_chunk_in_another_chunks_place_is_seen() -> None:
 
 def test_a_hand_over_that_does_not_fit_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "available_bytes", lambda: (1 << 20, "/dev/shm"))
-    with pytest.raises(CapacityError, match=r"4096 tokens: want \d+ bytes in all processes, /dev/shm has 1048576"):
+    with pytest.raises(CapacityError, match=r"4096 tokens: want \d+ bytes, /dev/shm has 1048576"):
         run(Plan(geometry=TINY, tokens=(4096,)), lambda: None)
 
 
