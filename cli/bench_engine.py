@@ -116,6 +116,8 @@ def engine(
         rounds=rounds or grid[3],
         max_kv_bytes=max_kv_bytes,
     )
+    if not plan.decode_cells() and not plan.prefill_cells():
+        raise UsageError(f"nothing to measure: {plan.skipped()[0]['reason']}")
     with tidy_end(), bar("measuring") as show:
         result = measuring.run(plan, show)
     write_output(output, result.to_json())

@@ -8,18 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from model_files import make_model
 from rich.console import Console
 from rich.table import Table
 
-from pdctl.cli.bench_micro_tables import handoff_tables
+from pdctl.cli.bench_micro_tables import engine_tables, handoff_tables
 from pdctl.cli.bench_run import numbers
 from pdctl.cli.main import main
-from pdctl.core.bench import handoff
+from pdctl.core.bench import engine, handoff
 from pdctl.core.bench.handoff import KINDS, Cell, Kind, Result
+from pdctl.core.bench.limits import Limits
 from pdctl.transport.errors import UsageError
 from pdctl.transport.layout import DType, Geometry
 from pdctl.transport.names import segments_of
@@ -174,3 +177,118 @@ def test_its_processes_load_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+# --- pdctl bench engine ------------------------------------------------------------------------------------
+
+
+def engine_result(plan: engine.Plan, ms: float) -> engine.Result:
+    """What a measured plan gives, every figure made of `ms`."""
+
+    def cell(batch: int, context: int, tokens: int) -> engine.Cell:
+        return engine.Cell(
+            batch=batch,
+            context=context,
+            tokens=tokens,
+            samples_ms=(ms, 2 * ms),
+            limit="compute",
+            limit_ms=ms * 0.75,
+        )
+
+    phases = ("embedding", "attention", "linear layers", "output layer", "norms, rope, rest", "sampling", "engine")
+    return engine.Result(
+        plan=plan,
+        decode_limits=Limits(threads=1, read_bytes_per_s=123.4e9, flops_per_s=4321e9),
+        prefill_limits=Limits(threads=64, read_bytes_per_s=234.5e9, flops_per_s=54321e9),
+        decode=tuple(cell(batch, context, batch) for batch, context in plan.decode_cells()),
+        prefill=tuple(cell(1, tokens, tokens) for tokens in plan.prefill_cells()),
+        profiles=tuple(
+            engine.Profile(batch=batch, context=context, step_ms=7 * ms, phases_ms=dict.fromkeys(phases, ms))
+            for batch, context in plan.profiled_cells()
+        ),
+    )
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[engine.Plan]:
+    """What `pdctl bench engine` was about to measure; nothing is."""
+    plans: list[engine.Plan] = []
+
+    def run(plan: engine.Plan, progress: Callable[[int, int], None]) -> engine.Result:
+        plans.append(plan)
+        progress(0, 1)
+        return engine_result(plan, 10.0)
+
+    monkeypatch.setattr(engine, "run", run)
+    return plans
+
+
+def test_an_engine_plan_is_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, planned: list[engine.Plan]
+) -> None:
+    model, file = str(make_model(tmp_path / "tiny")), tmp_path / "engine.json"
+    arguments = ["--model", model, "--dtype", "float32", "--threads", "3", "--chunk-tokens", "64"]
+    arguments += ["--batches", "2,1", "--contexts", "16,90", "--prompts", "8", "--rounds", "4"]
+    assert pdctl(monkeypatch, "bench", "engine", *arguments, "--json", "-o", str(file)) == 0
+    out, _ = capsys.readouterr()
+    assert json.loads(out) == json.loads(file.read_text())
+    (plan,) = planned
+    spec = plan.spec
+    assert (plan.batches, plan.contexts, plan.prompts, plan.rounds) == ((1, 2), (16, 90), (8,), 4)
+    assert (spec.dtype, spec.threads_prefill, spec.threads_decode, spec.chunk_tokens) == ("float32", 3, 2, 64)
+    # The model has 64 positions.
+    assert [one["context"] for one in json.loads(out)["skipped"]] == [90, 90]
+    assert [(one["batch"], one["context"]) for one in json.loads(out)["decode"]] == [(1, 16), (2, 16)]
+    assert json.loads(out)["decode"][0]["share_of_limit"] == 0.5
+
+
+def test_an_engine_table_names_what_was_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, planned: list[engine.Plan]
+) -> None:
+    assert pdctl(monkeypatch, "bench", "engine", "--model", str(make_model(tmp_path / "tiny")), "--quick") == 0
+    out, err = capsys.readouterr()
+    assert planned[0].rounds == 3
+    assert "left out: batch 8 context 256: 260 positions, a row holds 64 (--max-context)" in err
+    assert "left out: prompt tokens 512" in err
+    row = next(line for line in out.splitlines() if line.split()[:2] == ["8", "16"])
+    # 10 and 20 ms: the median is 15, the 99th percentile 19.9; 8 tokens a step; the least is 7.5 ms.
+    assert row.split() == ["8", "16", "15.0", "(19.9)", "533", "7.50", "compute", "50", "%"]
+
+
+@pytest.mark.parametrize("ms", [0.01, 3.21, 98.76, 12345.0])
+def test_the_engine_tables_fit_80_columns_whatever_they_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: list[engine.Plan], ms: float
+) -> None:
+    model = str(make_model(tmp_path / "tiny", max_position_embeddings=32768))
+    assert pdctl(monkeypatch, "bench", "engine", "--model", model) == 0
+    lines = lines_of(*engine_tables(engine_result(planned[0], ms)))
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    assert any("step without timers" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--batches", "1,two"], 2, "--batches '1,two'"),
+        (["--dtype", "int3"], 2, "--dtype int3"),
+        (["--threads", "0"], 2, "--threads 0"),
+        (["--kv-gib", "-1"], 2, "--kv-gib -1"),
+        (["--kv-gib", "1000000"], 5, "memory has"),
+        (["--max-context", "4096"], 2, "--max-context 4096"),
+        (["--contexts", "80", "--prompts", "90"], 2, "nothing to measure: 84 positions, a row holds 64"),
+    ],
+)
+def test_engine_usage_errors(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: list[engine.Plan],
+    arguments: list[str],
+    code: int,
+    says: str,
+) -> None:
+    model = str(make_model(tmp_path / "tiny"))
+    assert pdctl(monkeypatch, "bench", "engine", "--model", model, *arguments) == code
+    assert says in capsys.readouterr().err
+    assert planned == []

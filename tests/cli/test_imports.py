@@ -69,6 +69,7 @@ def _run(arguments: list[str], state_dir: Path, **env: str) -> tuple[int, set[st
         (["restart"], 3, "not running"),
         (["bench"], 3, "not running"),
         (["bench", "--help"], 0, "--prompt-tokens"),
+        (["bench", "engine", "--help"], 0, "--contexts"),
         (["bench", "handoff", "--tokens", "16", "--kv-bytes-per-token", "512", "--rounds", "1"], 0, "hand-over"),
         (["ls"], 0, ""),
         (["gc", "--dry-run"], 0, ""),

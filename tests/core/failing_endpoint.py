@@ -9,7 +9,7 @@ from functools import partial
 
 from pdctl.core.bench.endpoint import serve
 from pdctl.core.bench.helper import run
-from pdctl.core.bench.transports import Card, Pipe
+from pdctl.core.bench.transports import Card, Pipe, SharedMemory
 
 
 class Corrupts(Pipe):
@@ -18,6 +18,17 @@ class Corrupts(Pipe):
     def receive(self, num_blocks: int) -> int:
         ended_ns = super().receive(num_blocks)
         self.pieces(num_blocks)[0][1234] ^= 1
+        return ended_ns
+
+
+class Misreads(SharedMemory):
+    """Looks for the KV in the right blocks, in the wrong order."""
+
+    name = "misreads"
+
+    def receive(self, num_blocks: int) -> int:
+        ended_ns = super().receive(num_blocks)
+        self._table = self._table[::-1]
         return ended_ns
 
 
@@ -55,4 +66,4 @@ class Prints(Pipe):
 
 
 if __name__ == "__main__":
-    run(partial(serve, transports=(Corrupts, Hangs, Dies, Refuses, Prints)))
+    run(partial(serve, transports=(Corrupts, Misreads, Hangs, Dies, Refuses, Prints)))

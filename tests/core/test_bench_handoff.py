@@ -89,16 +89,18 @@ def test_the_keys_of_the_json() -> None:
 
 
 def test_a_transport_that_fails_says_why_and_harms_no_other() -> None:
-    bad = failing("corrupts", "hangs", "dies", "refuses", "prints")
+    bad = failing("corrupts", "misreads", "hangs", "dies", "refuses", "prints")
     plan = Plan(geometry=TINY, tokens=(64,), kinds=(*OWN, *bad), rounds=2, load=False, timeout_s=2)
     result = run(plan, lambda: None)
     assert result.failed == {
         "corrupts": result.failed["corrupts"],
+        "misreads": result.failed["misreads"],
         "hangs": "hangs receiver: receiving took longer than 2 s",
         "dies": result.failed["dies"],
         "refuses": "refuses sender: ImportError: libnothing.so: cannot open shared object file",
     }
     assert "wrong bytes arrived: piece 0 of 1, byte 1234" in result.failed["corrupts"]
+    assert "wrong bytes arrived: piece 0 of 4" in result.failed["misreads"]
     assert "receiver: died of SIGKILL" in result.failed["dies"]
     # What libraries print is no message.
     names = [cell.transport for cell in result.cells]
