@@ -52,8 +52,8 @@ def handoff(
 
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"--dtype {dtype}: expected one of auto, {', '.join(DTYPES)}")
-    if model is not None and kv_bytes_per_token is not None:
-        raise UsageError("--model and --kv-bytes-per-token: give one of them")
+    if kv_bytes_per_token is not None and (model is not None or dtype != "auto"):
+        raise UsageError("--kv-bytes-per-token: says it all; leave out --model and --dtype")
     check_output(output)
     if kv_bytes_per_token is not None:
         geometry = measuring.geometry_for(kv_bytes_per_token)

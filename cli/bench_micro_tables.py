@@ -107,6 +107,8 @@ def spread(series: Series) -> str:
 
 def digits(value: float) -> str:
     """Two or three digits that mean something."""
+    if 0 < value < 0.005:
+        return "<.01"
     if value >= 99.5:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"

@@ -77,7 +77,8 @@ def test_what_fails_is_an_error_and_what_is_not_there_is_listed(
         (["--tokens", "0"], "--tokens '0'"),
         (["--transports", "pdctl,carrier-pigeon"], "--transports carrier-pigeon"),
         (["--kv-bytes-per-token", "3"], "--kv-bytes-per-token 3"),
-        (["--kv-bytes-per-token", "512", "--model", "smollm2"], "give one of them"),
+        (["--kv-bytes-per-token", "512", "--model", "smollm2"], "leave out --model"),
+        (["--kv-bytes-per-token", "512", "--dtype", "float32"], "leave out --model and --dtype"),
         (["--dtype", "int3"], "--dtype int3"),
         (["--output", "/no/such/place/file.json"], "--output /no/such/place/file.json"),
     ],
@@ -116,7 +117,7 @@ def handoff_result(samples_ms: float) -> Result:
     return Result(geometry=geometry, rounds=2, cells=cells, failed={}, not_installed={}, load_gb_per_s=12.34)
 
 
-@pytest.mark.parametrize("samples_ms", [0.02, 1.234, 99.99, 4321.0])
+@pytest.mark.parametrize("samples_ms", [0.0001, 0.02, 1.234, 99.99, 4321.0])
 def test_the_hand_over_tables_fit_80_columns_whatever_they_say(samples_ms: float) -> None:
     lines = lines_of(*handoff_tables(handoff_result(samples_ms)))
     assert max(map(len, lines)) <= 80
@@ -255,7 +256,7 @@ def test_an_engine_table_names_what_was_left_out(
     assert row.split() == ["8", "16", "15.0", "(19.9)", "533", "7.50", "compute", "50", "%"]
 
 
-@pytest.mark.parametrize("ms", [0.01, 3.21, 98.76, 12345.0])
+@pytest.mark.parametrize("ms", [0.0001, 0.01, 3.21, 98.76, 12345.0])
 def test_the_engine_tables_fit_80_columns_whatever_they_say(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: list[engine.Plan], ms: float
 ) -> None:
