@@ -351,15 +351,9 @@ def run(plan: Plan, advance: Callable[[], None]) -> Result:
         for index in range(plan.rounds + _WARM_UP_ROUNDS):
             for loaded in (False, True) if load is not None else (False,):
                 with load.on() if load is not None and loaded else contextlib.nullcontext():
-                    for number in plan.tokens:
-                        for name in [name for name in pairs if name not in failed]:
-                            with _noting(failed, name):
-                                took_ms = pairs[name].hand_over(number // geometry.block_tokens)
-                                if index >= _WARM_UP_ROUNDS:
-                                    cells[name, number, loaded].samples_ms.append(took_ms)
-                            if name in failed:
-                                pairs[name].close()
-                            advance()
+                    for name, number, took_ms in _round(plan, pairs, failed, advance):
+                        if index >= _WARM_UP_ROUNDS:
+                            cells[name, number, loaded].samples_ms.append(took_ms)
         gb_per_s = None if load is None else load.gb_per_s
     for cell in cells.values():
         own = cells.get(("pdctl", cell.tokens, cell.load))
@@ -374,6 +368,21 @@ def run(plan: Plan, advance: Callable[[], None]) -> Result:
         not_installed=not_installed,
         load_gb_per_s=gb_per_s,
     )
+
+
+def _round(
+    plan: Plan, pairs: dict[str, _Pair], failed: dict[str, str], advance: Callable[[], None]
+) -> Iterator[tuple[str, int, float]]:
+    """Every length by every transport that has not failed: (transport, tokens, ms)."""
+    for number in plan.tokens:
+        for name, pair in pairs.items():
+            if name in failed:
+                continue
+            with _noting(failed, name):
+                yield name, number, pair.hand_over(number // plan.geometry.block_tokens)
+            if name in failed:
+                pair.close()
+            advance()
 
 
 @contextlib.contextmanager
