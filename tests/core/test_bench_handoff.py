@@ -89,16 +89,10 @@ def test_the_keys_of_the_json() -> None:
 
 
 def test_a_transport_that_fails_says_why_and_harms_no_other() -> None:
-    bad = failing("corrupts", "misreads", "hangs", "dies", "refuses", "prints")
-    plan = Plan(geometry=TINY, tokens=(64,), kinds=(*OWN, *bad), rounds=2, load=False, timeout_s=2)
-    result = run(plan, lambda: None)
-    assert result.failed == {
-        "corrupts": result.failed["corrupts"],
-        "misreads": result.failed["misreads"],
-        "hangs": "hangs receiver: receiving took longer than 2 s",
-        "dies": result.failed["dies"],
-        "refuses": "refuses sender: ImportError: libnothing.so: cannot open shared object file",
-    }
+    bad = failing("corrupts", "misreads", "dies", "refuses", "prints")
+    result = run(Plan(geometry=TINY, tokens=(64,), kinds=(*OWN, *bad), rounds=2, load=False), lambda: None)
+    assert list(result.failed) == ["refuses", "corrupts", "misreads", "dies"]
+    assert result.failed["refuses"] == "refuses sender: ImportError: libnothing.so: cannot open shared object file"
     assert "wrong bytes arrived: piece 0 of 1, byte 1234" in result.failed["corrupts"]
     assert "wrong bytes arrived: piece 0 of 4" in result.failed["misreads"]
     assert "receiver: died of SIGKILL" in result.failed["dies"]
@@ -106,6 +100,13 @@ def test_a_transport_that_fails_says_why_and_harms_no_other() -> None:
     names = [cell.transport for cell in result.cells]
     assert names == ["pdctl", "memcpy", "pipe", "unix", "prints"]
     assert all(len(cell.samples_ms) == 2 for cell in result.cells)
+
+
+def test_a_transport_that_hangs_has_failed_when_its_time_is_over() -> None:
+    plan = Plan(geometry=TINY, tokens=(64,), kinds=failing("hangs"), rounds=2, load=False, timeout_s=3)
+    result = run(plan, lambda: None)
+    assert result.failed == {"hangs": "hangs receiver: receiving took longer than 3 s"}
+    assert result.cells == ()
 
 
 def test_a_pattern_sees_one_wrong_byte_and_pieces_in_another_order() -> None:
