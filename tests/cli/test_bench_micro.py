@@ -146,7 +146,14 @@ def test_however_it_ends_nothing_is_left(number: signal.Signals, tmp_path: Path)
         "--transports",
         "pdctl,pipe",
     ]
-    bench = psutil.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(tmp_path)})
+    bench = psutil.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        # Tests in a shell's background have SIGINT ignored, and hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         # The load, then pdctl's two: with the fourth, the segment has lost its name.
         helpers: list[psutil.Process] = []
