@@ -221,7 +221,9 @@ def shape_of(model: Model, spec: ClusterSpec) -> dict[str, int]:
     }
 
 
-def measure(bench: Bench, asked: dict[str, Any], probe: Callable[[], None], advance: Callable[[], None]) -> Any:
+def measure(
+    bench: Bench, asked: dict[str, Any], probe: Callable[[], None], advance: Callable[[], None]
+) -> tuple[list[list[float]], list[list[float]]]:
     """Rounds over all cells: (samples of each decode cell, of each prefill cell), in ms. The first warms up."""
     decode: list[list[float]] = [[] for _ in asked["decode"]]
     prefill: list[list[float]] = [[] for _ in asked["prefill"]]
