@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pdctl.cli import bench_compare, bench_report, bench_serve
+from pdctl.cli import bench_compare, bench_engine, bench_handoff, bench_report, bench_serve
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
 from pdctl.transport.errors import PdctlError
@@ -77,4 +77,6 @@ def bench(
 
 app.command("serve")(bench_serve.serve)
 app.command("compare")(bench_compare.compare)
+app.command("handoff")(bench_handoff.handoff)
+app.command("engine")(bench_engine.engine)
 app.command("report")(bench_report.report)

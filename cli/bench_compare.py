@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdctl.cli import bench_options as options
+from pdctl.cli.bench_run import OutputOption, keep, tidy_end
 from pdctl.cli.options import JsonOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError, UsageError
@@ -68,7 +68,7 @@ def compare(
     seed: options.SeedOption = None,
     timeout_s: options.RequestTimeoutOption = 600.0,
     as_json: JsonOption = False,
-    output: options.OutputOption = None,
+    output: OutputOption = None,
     state_dir: StateDirOption = None,
 ) -> None:
     """Should this machine serve with prefill and decode apart? Measure both ways, and other servers beside.
@@ -80,9 +80,6 @@ def compare(
     from pdctl.core.bench import compare as comparing
     from pdctl.core.bench import results
 
-    for signal_number in (signal.SIGTERM, signal.SIGHUP):
-        # As an exception: the clusters are taken down.
-        signal.signal(signal_number, lambda number, _: sys.exit(128 + number))
     kinds = workload or list(_KINDS)
     others = [_named_url(text) for text in url or []]
     results.check_writable(output)
@@ -99,7 +96,7 @@ def compare(
         ]
 
     apart = ["--prefill", str(prefill), "--decode", str(decode), *(up_options or [])]
-    with contextlib.ExitStack() as clusters:
+    with tidy_end(), contextlib.ExitStack() as clusters:
         ours = clusters.enter_context(_cluster(comparing.DISAGGREGATED, apart, directory))
         watch.vocab_size = ours.server.vocab_size or 0
         sweep: list[dict[str, Any]] = []
@@ -125,16 +122,13 @@ def compare(
         "up_options": up_options or [],
     }
     document = results.document("compare", configuration, {**measured, "chunk_sweep": sweep})
-    if output is not None:
-        results.save(document, output)
+    keep(document, output)
     if as_json:
         print_json(_without_samples(document))
     else:
         from pdctl.cli.bench_compare_table import render
 
         stdout_console().print(render(document))
-        if output is not None:
-            remark(f"{output}: all of it; pdctl bench report {output} draws it")
     _fail_if_wrong(document["results"])
 
 

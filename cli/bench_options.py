@@ -23,7 +23,6 @@ _DEFAULTS = {
     "jsonl": (1000, 0, 128),
     "sharegpt": (100, 0, 128),
 }
-_LENGTH = {"min": 1, "max": 1 << 20, "show_default": "by workload"}
 
 WorkloadOption = Annotated[
     str, typer.Option("--workload", "-w", help=f"One of {', '.join(_DEFAULTS)}.", autocompletion=lambda: [*_DEFAULTS])
@@ -83,9 +82,6 @@ WarmupsOption = Annotated[
 ]
 RequestTimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, max=86400, help="Seconds until a request has failed.")
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Keep everything measured in a file.", show_default=False)
 ]
 
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pdctl.cli.bench_options import workload_of
+from pdctl.cli.bench_run import keep
 from pdctl.cli.bench_serve_table import number
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError
@@ -58,8 +59,7 @@ def find(server: Server, vocab_size: int, given: dict[str, Any], objectives: dic
         {**made.configuration, "goodput_ms": objectives},
         {"server": {"url": server.url, "model_id": server.model}, "objectives": objectives, **found},
     )
-    if given["output"] is not None:
-        results.save(document, given["output"])
+    keep(document, given["output"])
     if given["as_json"]:
         print_json(document)
     else:

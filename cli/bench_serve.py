@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdctl.cli import bench_options as options
+from pdctl.cli.bench_run import OutputOption, keep
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
 from pdctl.transport.errors import PdctlError, UsageError
@@ -62,7 +63,7 @@ def serve(
     ] = _ATTAINMENT,
     timeout_s: options.RequestTimeoutOption = 600.0,
     as_json: JsonOption = False,
-    output: options.OutputOption = None,
+    output: OutputOption = None,
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,
 ) -> None:
@@ -104,8 +105,7 @@ def serve(
             on_sample=on_sample,
         )
     document = results.document("serve", {**load.configuration, "goodput_ms": objectives}, measured)
-    if output is not None:
-        results.save(document, output)
+    keep(document, output)
     if as_json:
         shown = {key: value for key, value in document["results"].items() if key != "samples"}
         print_json({**document, "results": shown})
@@ -114,8 +114,6 @@ def serve(
 
         stdout_console().print(render(document))
         remark(f"--seed {load.configuration['seed']} asks the same again.")
-        if output is not None:
-            remark(f"{output}: all of it; pdctl bench report {output} draws it")
     fail_if_any_failed(measured["summary"], len(load.requests))
 
 

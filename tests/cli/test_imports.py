@@ -71,6 +71,8 @@ def _run(arguments: list[str], state_dir: Path, **env: str) -> tuple[int, set[st
         (["bench", "--help"], 0, "--prompt-tokens"),
         (["bench", "report", "--help"], 0, "--html"),
         (["bench", "report", "nothing.json"], 3, "No such file"),
+        (["bench", "engine", "--help"], 0, "--contexts"),
+        (["bench", "handoff", "--tokens", "16", "--kv-bytes-per-token", "512", "--rounds", "1"], 0, "hand-over"),
         (["ls"], 0, ""),
         (["gc", "--dry-run"], 0, ""),
     ],
