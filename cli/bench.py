@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from typing import Annotated
 
 import typer
 
 from pdctl.cli import bench_compare, bench_engine, bench_handoff, bench_report, bench_serve
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
-from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
-from pdctl.transport.errors import PdctlError
+from pdctl.cli.output import print_json, remark, stdout_console
+from pdctl.transport.errors import PdctlError, UsageError
 
 app = typer.Typer()
 
@@ -25,7 +24,13 @@ def bench(
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=256)] = 4,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Same seed, same requests: cached the second time.", show_default="a new one"),
+        typer.Option(
+            "--seed",
+            min=0,
+            max=(1 << 32) - 1,
+            help="Same seed, same requests: cached the second time.",
+            show_default="a new one",
+        ),
     ] = None,
     as_json: JsonOption = False,
     name: NameOption = DEFAULT_CLUSTER,
@@ -33,46 +38,43 @@ def bench(
 ) -> None:
     """Measure the running cluster: one request at a time, then several at once."""
     if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
         return
-    from pdctl.core.bench import quick as measuring
-    from pdctl.core.client import Client
-    from pdctl.core.cluster import command, running
-    from pdctl.core.keys import given_key
+    from pdctl.cli.bench_serve import server_of, watching
+    from pdctl.core.bench.quick import Plan, run
+    from pdctl.core.cluster import command
 
-    directory = state_dir_of(state_dir)
-    state = running(directory, name)
-    client = Client(
-        state.url, given_key(None) or state.spec.api_key, command=lambda verb: command(verb, name, directory)
-    )
-    workload = measuring.Workload(
+    server = server_of(None, None, None, name, state_dir)
+    plan = Plan(
         num_requests=requests,
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         concurrency=concurrency,
-        seed=secrets.randbits(32) if seed is None else seed,
-        vocab_size=state.spec.vocab_size,
+        seed=secrets.randbits(31) if seed is None else seed,
+        vocab_size=server.vocab_size or 0,
     )
-    if sys.stderr.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=stderr_console(), transient=True) as progress:
-            task = progress.add_task("measuring", total=workload.num_requests * 2)
-            result = measuring.run(client, workload, lambda: progress.advance(task))
-    else:
-        result = measuring.run(client, workload, lambda: None)
+    with watching(plan.num_requests * len(plan.steps)) as on_sample:
+        result = run(server, plan, on_sample)
     if as_json:
         print_json(result.to_json())
     else:
         from pdctl.cli.bench_table import render
 
         stdout_console().print(render(result))
-        remark(f"Random prompts (--seed {workload.seed}). Medians, 99th percentile in brackets.")
+        remark(f"Random prompts (--seed {plan.seed}). Medians, 99th percentile in brackets.")
         remark("More: pdctl bench serve, compare, handoff, engine, report (each with --help).")
     if result.num_failed:
-        raise PdctlError(
-            f"{result.num_failed} requests failed: {result.first_error}", hint=command("logs", name, directory)
-        )
+        hint = command("logs", name, state_dir_of(state_dir))
+        raise PdctlError(f"{result.num_failed} requests failed: {result.first_error}", hint=hint)
+
+
+def _refuse_options(ctx: typer.Context) -> None:
+    """Raise UsageError if an option stands before the sub-command: it would not reach it."""
+    for key in ctx.params:
+        source = ctx.get_parameter_source(key)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = f"--{key.replace('_', '-')}"
+            raise UsageError(f"{flag} before {ctx.invoked_subcommand}: expected after it")
 
 
 app.command("serve")(bench_serve.serve)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from pdctl.cli.bench_serve_table import number
+from pdctl.core.bench.figures import digits
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,6 +27,7 @@ def render(document: dict[str, Any]) -> RenderableType:
 
 def _workload(kind: str, systems: list[dict[str, Any]]) -> RenderableType:
     from rich.table import Table
+    from rich.text import Text
 
     from pdctl.core.bench.compare import figures_of
 
@@ -34,7 +35,7 @@ def _workload(kind: str, systems: list[dict[str, Any]]) -> RenderableType:
     table = Table(title=f"{kind}: median of {num_rounds} rounds (lowest-highest)", title_justify="left")
     table.add_column("")
     for system in systems:
-        table.add_column(system["name"], justify="right")
+        table.add_column(Text(system["name"]), justify="right")
     for figure in figures_of(kind):
         unit = " ms" if figure.lower_is_better else ""
         table.add_row(
@@ -48,7 +49,7 @@ def _spread(values: list[float | None]) -> str:
     found = [value for value in values if value is not None]
     if not found:
         return "n/a"
-    return f"{number(statistics.median(found))} ({number(min(found))}-{number(max(found))})"
+    return f"{digits(statistics.median(found))} ({digits(min(found))}-{digits(max(found))})"
 
 
 def _sweep(points: list[dict[str, Any]]) -> RenderableType:
@@ -60,9 +61,9 @@ def _sweep(points: list[dict[str, Any]]) -> RenderableType:
     for point in points:
         table.add_row(
             str(point["chunk_tokens"]),
-            number(point["p99_itl_under_prompts_ms"]),
-            number(point["median_prompt_ttft_ms"]),
-            number(point["output_throughput"]),
+            digits(point["p99_itl_under_prompts_ms"]),
+            digits(point["median_prompt_ttft_ms"]),
+            digits(point["output_throughput"]),
             "chosen" if point["chosen"] else "",
         )
     return table

@@ -69,6 +69,7 @@ def engine(
     from pdctl.core import config, models
     from pdctl.core.bench import engine as measuring
     from pdctl.core.bench import results
+    from pdctl.core.bench.machine import describe
     from pdctl.core.numerics import default_dtype
 
     if dtype not in ("auto", *config.DTYPES):
@@ -88,6 +89,7 @@ def engine(
     chosen_contexts = numbers("--contexts", contexts or grid[1])
     chosen_prompts = numbers("--prompts", prompts or grid[2])
     results.check_writable(output)
+    machine = describe()
     with pull_progress() as told:
         resolved = models.resolve(model, told)
     of_model = resolved.config
@@ -129,7 +131,7 @@ def engine(
         "chunk_tokens": chunk_tokens,
         "rounds": plan.rounds,
     }
-    document = results.document("engine", configuration, result.to_json())
+    document = results.document("engine", configuration, result.to_json(), machine)
     keep(document, output)
     if as_json:
         print_json(document)

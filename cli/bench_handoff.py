@@ -49,6 +49,7 @@ def handoff(
     """
     from pdctl.core.bench import handoff as measuring
     from pdctl.core.bench import results
+    from pdctl.core.bench.machine import describe
     from pdctl.core.config import DTYPES
 
     if dtype not in ("auto", *DTYPES):
@@ -56,6 +57,7 @@ def handoff(
     if kv_bytes_per_token is not None and (model is not None or dtype != "auto"):
         raise UsageError("--kv-bytes-per-token: says it all; leave out --model and --dtype")
     results.check_writable(output)
+    machine = describe()
     if kv_bytes_per_token is not None:
         geometry = measuring.geometry_for(kv_bytes_per_token)
     elif model is not None:
@@ -80,7 +82,7 @@ def handoff(
 
         result = measuring.run(plan, advance)
     configuration = {"tokens": plan.tokens, "rounds": rounds, "timeout_s": timeout}
-    document = results.document("handoff", configuration, result.to_json())
+    document = results.document("handoff", configuration, result.to_json(), machine)
     keep(document, output)
     if as_json:
         print_json(document)

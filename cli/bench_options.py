@@ -71,7 +71,13 @@ ConcurrencyOption = Annotated[
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", help="Same seed, same requests: cached the second time.", show_default="a new one"),
+    typer.Option(
+        "--seed",
+        min=0,
+        max=(1 << 32) - 1,
+        help="Same seed, same requests: cached the second time.",
+        show_default="a new one",
+    ),
 ]
 GoodputOption = Annotated[
     list[str] | None,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from pdctl.cli.bench_options import workload_of
 from pdctl.cli.bench_run import keep
-from pdctl.cli.bench_serve_table import number
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError
 
@@ -17,7 +16,13 @@ if TYPE_CHECKING:
     from pdctl.core.bench.client import Server
 
 
-def find(server: Server, vocab_size: int, given: dict[str, Any], objectives: dict[str, float]) -> None:
+def find(
+    server: Server,
+    vocab_size: int,
+    given: dict[str, Any],
+    objectives: dict[str, float],
+    machine: dict[str, Any],
+) -> None:
     """Measure, print, save.
 
     Args:
@@ -44,30 +49,35 @@ def find(server: Server, vocab_size: int, given: dict[str, Any], objectives: dic
                 server,
                 load,
                 objectives=objectives,
-                vocab_size=vocab_size,
                 num_warmups=given["num_warmups"],
                 timeout_s=given["timeout_s"],
                 on_sample=on_sample,
             )
-        summary: dict[str, Any] = measured["summary"]
-        remark(f"{shown}: {summary['slo_attainment']:.1%} within the objectives")
-        return summary
+        remark(f"{shown}: {measured['summary']['slo_attainment']:.1%} within the objectives")
+        return measured
 
     found = find_rate(measure, given["attainment"])
     document = results.document(
         "sweep",
-        {**made.configuration, "goodput_ms": objectives},
+        {**made.configuration, "num_warmups": given["num_warmups"], "goodput_ms": objectives},
         {"server": {"url": server.url, "model_id": server.model}, "objectives": objectives, **found},
+        machine,
     )
     keep(document, given["output"])
     if given["as_json"]:
-        print_json(document)
+        points = [{key: one[key] for key in one if key != "samples"} for one in found["points"]]
+        print_json({**document, "results": {**document["results"], "points": points}})
     else:
         stdout_console().print(render(document))
         best = found["best_rate_per_s"]
         what = ", ".join(f"{key} {limit:g} ms" for key, limit in objectives.items())
         share = f"{given['attainment']:.0%} of requests within {what}"
-        remark(f"{share}: {f'up to {best:.3g} requests/s' if best is not None else 'at no rate that was tried'}")
+        if best is None:
+            remark(f"{share}: at no rate that was tried")
+        elif found["is_bound"]:
+            remark(f"{share}: even all at once, {best:.3g} requests/s; more --num-prompts may find more")
+        else:
+            remark(f"{share}: up to {best:.3g} requests/s")
     failed = sum(point["summary"]["failed"] for point in found["points"])
     if failed:
         raise PdctlError(f"{failed} requests failed", hint="pdctl status; pdctl logs")
@@ -76,20 +86,23 @@ def find(server: Server, vocab_size: int, given: dict[str, Any], objectives: dic
 def render(document: dict[str, Any]) -> Table:
     """A row a rate, ascending; at most 80 columns."""
     from rich.table import Table
+    from rich.text import Text
+
+    from pdctl.core.bench.figures import digits
 
     results = document["results"]
     title = f"{document['configuration']['workload']} on {results['server']['url']}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     for heading in ("rate req/s", "req/s", "output tok/s", "TTFT p99 ms", "TPOT p99 ms", "good", "meets"):
         table.add_column(heading, justify="right")
     for point in sorted(results["points"], key=lambda point: point["rate_per_s"] or math.inf):
         summary = point["summary"]
         table.add_row(
             "all at once" if point["rate_per_s"] is None else f"{point['rate_per_s']:.3g}",
-            number(summary["request_throughput"]),
-            number(summary["output_throughput"]),
-            number(summary["p99_ttft_ms"]),
-            number(summary["p99_tpot_ms"]),
+            digits(summary["request_throughput"]),
+            digits(summary["output_throughput"]),
+            digits(summary["p99_ttft_ms"]),
+            digits(summary["p99_tpot_ms"]),
             f"{summary['slo_attainment']:.1%}",
             "yes" if point["meets"] else "no",
         )

@@ -32,17 +32,21 @@ def numbers(flag: str, given: str, most: int = 1 << 20) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, nothing elsewhere; yields what is told (done, total)."""
+def bar(words: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on a terminal, nothing elsewhere; yields what is told (done, total, words)."""
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda done, total, words=None: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=stderr_console(), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task(words, total=None)
+
+        def show(done: int, total: int, words: str | None = None) -> None:
+            progress.update(task, completed=done, total=total, description=words)
+
+        yield show
 
 
 @contextlib.contextmanager

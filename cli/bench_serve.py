@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pdctl.cli import bench_options as options
-from pdctl.cli.bench_run import OutputOption, keep
+from pdctl.cli.bench_run import OutputOption, bar, keep
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
-from pdctl.cli.output import print_json, remark, stderr_console, stdout_console
+from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
     from pdctl.core.bench.client import Server
     from pdctl.core.bench.samples import Sample
 
-_ATTAINMENT = 0.99
+_LATEST_GAPS = 1000
 
 
 def serve(
@@ -60,7 +59,7 @@ def serve(
     attainment: Annotated[
         float,
         typer.Option("--attainment", min=0.01, max=1.0, help="--find-rate: share of requests that must meet it."),
-    ] = _ATTAINMENT,
+    ] = 0.95,
     timeout_s: options.RequestTimeoutOption = 600.0,
     as_json: JsonOption = False,
     output: OutputOption = None,
@@ -74,6 +73,7 @@ def serve(
     given = dict(locals())
     from pdctl.core.bench import results
     from pdctl.core.bench.figures import parse_goodput
+    from pdctl.core.bench.machine import describe
     from pdctl.core.bench.serve import serve as measure
 
     objectives = parse_goodput(goodput or [])
@@ -81,9 +81,10 @@ def serve(
         raise UsageError(
             "--find-rate: needs an objective to meet", hint="pdctl bench serve --find-rate --goodput ttft:500"
         )
-    if find_rate and not math.isinf(request_rate):
-        raise UsageError(f"--request-rate {request_rate:g}: --find-rate chooses the rates")
+    if find_rate:
+        _check_rates(workload, request_rate, max_concurrency)
     results.check_writable(output)
+    machine = describe()
     server = server_of(base_url, model, api_key_file, name, state_dir)
     vocabulary = vocab_size or server.vocab_size
     if vocabulary is None:
@@ -91,7 +92,7 @@ def serve(
     if find_rate:
         from pdctl.cli.bench_rates import find
 
-        find(server, vocabulary, given, objectives)
+        find(server, vocabulary, given, objectives, machine)
         return
     load = options.workload_of(workload, given, vocab_size=vocabulary)
     with watching(len(load.requests)) as on_sample:
@@ -99,12 +100,17 @@ def serve(
             server,
             load,
             objectives=objectives,
-            vocab_size=vocabulary,
             num_warmups=num_warmups,
             timeout_s=timeout_s,
             on_sample=on_sample,
         )
-    document = results.document("serve", {**load.configuration, "goodput_ms": objectives}, measured)
+    configuration = {
+        **load.configuration,
+        "num_warmups": num_warmups,
+        "timeout_s": timeout_s,
+        "goodput_ms": objectives,
+    }
+    document = results.document("serve", configuration, measured, machine)
     keep(document, output)
     if as_json:
         shown = {key: value for key, value in document["results"].items() if key != "samples"}
@@ -115,6 +121,21 @@ def serve(
         stdout_console().print(render(document))
         remark(f"--seed {load.configuration['seed']} asks the same again.")
     fail_if_any_failed(measured["summary"], len(load.requests))
+
+
+def _check_rates(workload: str, request_rate: float, max_concurrency: int | None) -> None:
+    """Raise UsageError where --find-rate would find something else than it says."""
+    if not math.isinf(request_rate):
+        raise UsageError(f"--request-rate {request_rate:g}: --find-rate chooses the rates")
+    if max_concurrency is not None:
+        raise UsageError(
+            f"--max-concurrency {max_concurrency}: with --find-rate, what waits in the client is not seen"
+        )
+    if workload not in ("random", "shared-prefix"):
+        raise UsageError(
+            f"--workload {workload}: --find-rate needs requests that can be new at every rate",
+            hint="--workload random, or shared-prefix",
+        )
 
 
 def server_of(
@@ -134,47 +155,36 @@ def server_of(
     return asyncio.run(find_server(state.url, key or state.spec.api_key, model))
 
 
-def watching(total: int) -> AbstractContextManager[Callable[[Sample], None]]:
-    """A progress bar with the last figures, on a terminal; what to call at the end of each request."""
-    from contextlib import contextmanager
+@contextlib.contextmanager
+def watching(total: int) -> Iterator[Callable[[Sample], None]]:
+    """A progress bar with the last figures; yields what to call at the end of each request."""
+    from pdctl.core.bench.figures import digits, percentile
 
-    @contextmanager
-    def bar() -> Iterator[Callable[[Sample], None]]:
-        if not sys.stderr.isatty():
-            yield lambda sample: None
-            return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    ttfts: list[float] = []
+    itls: list[float] = []
+    done = failed = 0
+    with bar("") as show:
 
-        from pdctl.core.bench.figures import percentile
+        def on_sample(sample: Sample) -> None:
+            nonlocal done, failed
+            done += 1
+            failed += not sample.ok
+            if sample.ok and sample.ttft_ms is not None:
+                ttfts.append(sample.ttft_ms)
+                itls[:] = [*itls, *sample.itls_ms][-_LATEST_GAPS:]
+            words = f"{failed} failed " if failed else ""
+            for name, values in (("TTFT", ttfts), ("ITL", itls)):
+                words += f"{name} {digits(percentile(values, 50), 'ms')} " if values else ""
+            show(done, total, words)
 
-        columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        with Progress(*columns, console=stderr_console(), transient=True) as progress:
-            task = progress.add_task("", total=total)
-            ttfts: list[float] = []
-            itls: list[float] = []
-            failed = 0
-
-            def on_sample(sample: Sample) -> None:
-                nonlocal failed
-                failed += not sample.ok
-                if sample.ok and sample.ttft_ms is not None:
-                    ttfts.append(sample.ttft_ms)
-                    itls.extend(sample.itls_ms)
-                words = [f"{len(ttfts)} ok"] + [f"{failed} failed"] * bool(failed)
-                words += [f"TTFT {percentile(ttfts, 50):.0f} ms"] * bool(ttfts)
-                words += [f"ITL {percentile(itls[-1000:], 50):.1f} ms"] * bool(itls)
-                progress.update(task, advance=1, description=", ".join(words))
-
-            yield on_sample
-
-    return bar()
+        yield on_sample
 
 
 def fail_if_any_failed(summary: dict[str, Any], expected: int) -> None:
     """End with exit code 1 and the first cause, if requests failed or were never sent."""
     missing = expected - summary["completed"] - summary["failed"]
     if summary["failed"] or missing:
-        first = summary["errors"][0]
+        first = summary["errors_by_kind"][0]
         unsent = f", {missing} that continue them were not sent" if missing else ""
         raise PdctlError(
             f"{summary['failed']} of {expected} requests failed{unsent}; {first['kind']}: {first['first']}",

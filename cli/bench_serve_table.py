@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pdctl.core.bench.figures import digits
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -24,7 +26,7 @@ def render(document: dict[str, Any]) -> RenderableType:
     results, configuration = document["results"], document["configuration"]
     summary = results["summary"]
     title = f"{configuration['workload']} on {results['server']['url']} ({results['server']['model_id']})"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("")
     for heading in ("mean", "p50", "p90", "p99"):
         table.add_column(heading, justify="right")
@@ -33,16 +35,16 @@ def render(document: dict[str, Any]) -> RenderableType:
         for metric, label in _METRICS:
             if figures[f"p50_{metric}_ms"] is None and group:
                 continue
-            cells = [number(figures[f"{key}_{metric}_ms"]) for key in ("mean", "p50", "p90", "p99")]
+            cells = [digits(figures[f"{key}_{metric}_ms"]) for key in ("mean", "p50", "p90", "p99")]
             table.add_row(f"{group}: {label}" if group else label, *cells)
     if (under := results["under_prompts"]) is not None:
-        cells = [number(under[f"p{percent}_itl_ms"]) for percent in (50, 90, 99)]
+        cells = [digits(under[f"p{percent}_itl_ms"]) for percent in (50, 90, 99)]
         table.add_row("stream: ITL ms while prompts are computed", "", *cells)
     lines = [_counts(summary), _throughput(summary)]
     if summary["slo_attainment"] is not None:
         objectives = ", ".join(f"{key} {limit:g} ms" for key, limit in configuration["goodput_ms"].items())
         lines.append(
-            f"goodput {number(summary['request_goodput'])} req/s: {summary['slo_attainment']:.1%} within {objectives}"
+            f"goodput {digits(summary['request_goodput'])} req/s: {summary['slo_attainment']:.1%} within {objectives}"
         )
     if results["client_cpu_share"] > 0.5:
         lines.append(f"the client used {results['client_cpu_share']:.0%} of a core: it may have measured itself")
@@ -51,7 +53,7 @@ def render(document: dict[str, Any]) -> RenderableType:
 
 def _counts(summary: dict[str, Any]) -> str:
     text = f"{summary['completed']} ok, {summary['failed']} failed in {summary['duration']:.1f} s"
-    for error in summary["errors"]:
+    for error in summary["errors_by_kind"]:
         text += f"; {error['count']} x {error['kind']}"
     if summary["untold_output_tokens"]:
         text += f"; {summary['untold_output_tokens']} answers of unknown length"
@@ -60,16 +62,11 @@ def _counts(summary: dict[str, Any]) -> str:
 
 def _throughput(summary: dict[str, Any]) -> str:
     return (
-        f"output {number(summary['output_throughput'])} tok/s, total {number(summary['total_token_throughput'])} "
-        f"tok/s, {number(summary['request_throughput'])} req/s; "
-        f"{summary['total_cached_tokens']} of {summary['total_input_tokens']} prompt tokens cached"
+        f"output {digits(summary['output_throughput'])} tok/s, total {digits(summary['total_token_throughput'])} "
+        f"tok/s, {digits(summary['request_throughput'])} req/s; "
+        f"prompt tokens {_count(summary['total_input_tokens'])}, cached {_count(summary['total_cached_tokens'])}"
     )
 
 
-def number(value: float | None) -> str:
-    """Three digits or so; n/a of None."""
-    if value is None:
-        return "n/a"
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+def _count(value: int | None) -> str:
+    return "n/a" if value is None else str(value)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdctl.core.bench.figures import digits
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -16,20 +18,20 @@ def render(result: Result) -> Table:
     """At most 80 columns; a figure that was not measured is n/a, never 0."""
     from rich.table import Table
 
+    plan = result.plan
     table = Table(
-        title=f"{result.prompt_tokens} prompt tokens, {result.max_tokens} generated, greedy",
-        title_justify="left",
+        title=f"{plan.prompt_tokens} prompt tokens, {plan.max_tokens} generated, greedy", title_justify="left"
     )
     table.add_column("")
     for phase in result.phases:
         table.add_column(f"{phase.concurrency} at once", justify="right")
     rows: tuple[tuple[str, Callable[[Phase], str]], ...] = (
-        ("requests ok / failed", lambda phase: f"{phase.num_ok} / {phase.num_failed}"),
+        ("requests ok / failed", lambda phase: f"{phase.summary['completed']} / {phase.summary['failed']}"),
         ("TTFT ms", lambda phase: _spread(phase, "ttft_ms")),
         ("TPOT ms", lambda phase: _spread(phase, "tpot_ms")),
         ("hand-over µs", lambda phase: _spread(phase, "handover_us")),
-        ("output tok/s", lambda phase: _number(phase.output_tokens_per_s)),
-        ("total tok/s", lambda phase: _number(phase.total_tokens_per_s)),
+        ("output tok/s", lambda phase: digits(phase.summary["output_throughput"])),
+        ("total tok/s", lambda phase: digits(phase.summary["total_token_throughput"])),
     )
     for label, cell in rows:
         table.add_row(label, *(cell(phase) for phase in result.phases))
@@ -38,12 +40,4 @@ def render(result: Result) -> Table:
 
 def _spread(phase: Phase, key: str) -> str:
     series = phase.series[key]
-    if series is None:
-        return "n/a"
-    return f"{_number(series.p50)} ({_number(series.p99)})"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "n/a"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+    return "n/a" if series is None else f"{digits(series.p50)} ({digits(series.p99)})"

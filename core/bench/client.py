@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
+from pdctl.core.bench.reading import printable
 from pdctl.core.bench.samples import Sample
 from pdctl.core.bench.workloads import Request
 from pdctl.core.keys import ApiKey
@@ -79,7 +80,8 @@ async def find_server(url: str, key: ApiKey | None, model: str | None) -> Server
         raise IncompatibleError(f"{base}/v1/models: not an OpenAI-compatible server's answer") from error
     chosen = model or next(iter(entries), None)
     if chosen is None or chosen not in entries:
-        raise UsageError(f"{base}: no model {chosen!r}, it serves {', '.join(entries) or 'none'}")
+        served = ", ".join(map(printable, entries)) or "none"
+        raise UsageError(f"{base}: no model {chosen!r}, it serves {served}")
     owner = entries[chosen].get("owned_by")
     return Server(
         url=base,
@@ -168,7 +170,7 @@ class _Answer:
         self._error: tuple[str, str] | None = None
 
     def fail(self, kind: str, why: str) -> None:
-        self._error = (kind, why[:_SHOWN_CHARS])
+        self._error = (kind, printable(why, _SHOWN_CHARS))
 
     async def read(self, response: aiohttp.ClientResponse, clock: Clock, on_first: asyncio.Event | None) -> None:
         async for line in response.content:
@@ -181,7 +183,7 @@ class _Answer:
                     self.fail("empty", "the stream ended without a chunk that has choices")
                 return
             chunk = json.loads(data)
-            if "error" in chunk:
+            if chunk.get("error") is not None:
                 self.fail("event", _error_text(data.decode()))
                 return
             self._take(chunk, at_ms)
@@ -194,7 +196,8 @@ class _Answer:
             self._chunks_ms.append(at_ms)
             self._finish_reason = choices[0].get("finish_reason") or self._finish_reason
             if (ids := choices[0].get("token_ids")) is not None:
-                self._token_ids = [*(self._token_ids or ()), *ids]
+                self._token_ids = self._token_ids or []
+                self._token_ids.extend(ids)
         if usage := chunk.get("usage"):
             self._prompt_tokens = _count(usage.get("prompt_tokens"))
             self._output_tokens = _count(usage.get("completion_tokens"))

@@ -2,8 +2,8 @@
 
 In every round each system is asked the same workload, in an order that turns with the round; the next round's
 requests are others. So drift of the machine meets all alike, and a prefix cache meets every prompt once. A ratio is
-taken within its round; what is told is the median over the rounds, with the lowest and the highest. Knows servers,
-not how they were started.
+taken within its round, if nobody failed in it; what is told is the median over the rounds, with the lowest and the
+highest. Knows servers, not how they were started.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from pdctl.core.bench.serve import serve
 from pdctl.core.bench.workloads import STREAM, Workload
 
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
-# A figure that differs less than this is called equal.
-_ALIKE = 1.05
+# A figure that differs less than this is called equal, if it does not spread by more than that.
+_ALIKE, _STEADY = 1.05, 1.25
+# A machine that is busier than this before anybody is asked does something else, too.
+_QUIET = 0.15
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ FIGURES: dict[str, tuple[Figure, ...]] = {
         Figure(key="median_prompt_ttft_ms", label="the prompts' TTFT", of=_group("prompt", "median_ttft_ms")),
         Figure(
             key="output_throughput",
-            label="output tokens/s",
+            label="the streams' tokens/s",
             of=_group(STREAM, "output_throughput"),
             lower_is_better=False,
         ),
@@ -101,7 +104,6 @@ def compare(
     workloads: Callable[[int], Sequence[Workload]],
     *,
     rounds: int,
-    vocab_size: int,
     timeout_s: float,
     on_begin: Callable[[int, str, Workload], None] = lambda number, system, workload: None,
     on_sample: Callable[[Sample], None] = lambda sample: None,
@@ -115,17 +117,20 @@ def compare(
     Returns:
         What results.py lists for "compare", but for "chunk_sweep".
     """
+    import psutil
+
     measured: dict[str, dict[str, dict[str, list[dict[str, Any]]]]] = {system.name: {} for system in systems}
+    busy: list[float] = []
     for number in range(rounds):
         for workload in workloads(number):
             turn = number % len(systems)
             for system in (*systems[turn:], *systems[:turn]):
                 on_begin(number, system.name, workload)
+                busy.append(psutil.cpu_percent(_LOOK_S) / 100)
                 result = serve(
                     system.server,
                     workload,
                     objectives={},
-                    vocab_size=vocab_size,
                     timeout_s=timeout_s,
                     on_sample=on_sample,
                 )
@@ -145,30 +150,38 @@ def compare(
         ],
         "token_equality": equality,
         "ratios": ratios,
-        "verdict": verdict(ratios, equality, systems[0].name),
+        "busy_share": busy,
+        "verdict": [*verdict(ratios, equality, systems[0].name), *_doubts(measured, busy)],
     }
 
 
 def _ratios(measured: dict[str, Any], first: str) -> dict[str, Any]:
-    """{kind: {system: {figure: {"median", "lowest", "highest"}}}}: the first system's figure over the other's."""
+    """The first system's figure over the other's, of rounds in which neither failed: see results.py."""
     ratios: dict[str, Any] = {}
     for kind, ours in measured[first].items():
         for other, theirs in measured.items():
             if other == first:
                 continue
+            rounds = [
+                (one, two)
+                for one, two in zip(ours["rounds"], theirs[kind]["rounds"], strict=True)
+                if not one["summary"]["failed"] and not two["summary"]["failed"]
+            ]
             entry = ratios.setdefault(kind, {}).setdefault(other, {})
             for figure in figures_of(kind):
-                found = []
-                for one, two in zip(ours["rounds"], theirs[kind]["rounds"], strict=True):
-                    mine, its = figure.of(one), figure.of(two)
-                    if mine and its:
-                        found.append(mine / its)
-                entry[figure.key] = (
-                    {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
-                    if found
-                    else None
-                )
+                pairs = [(figure.of(one), figure.of(two)) for one, two in rounds]
+                found = [mine / its for mine, its in pairs if mine and its]
+                entry[figure.key] = _spread(found) if found else None
     return ratios
+
+
+def _spread(found: list[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(found),
+        "lowest": min(found),
+        "highest": max(found),
+        "num_rounds": len(found),
+    }
 
 
 def token_equality(measured: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +195,8 @@ def token_equality(measured: dict[str, Any]) -> dict[str, Any]:
                 others = {sample["index"]: sample for sample in two["samples"]}
                 for sample in one["samples"]:
                     other = others.get(sample["index"])
-                    if other is None or sample["error"] or other["error"] or sample["token_ids"] is None:
+                    failed = other is None or sample["error_kind"] or other["error_kind"]
+                    if other is None or failed or sample["token_ids"] is None:
                         continue
                     compared += 1
                     if sample["token_ids"] == other["token_ids"]:
@@ -216,9 +230,10 @@ def _words(figure: Figure, ratio: dict[str, float] | None) -> str:
     if ratio is None:
         return f"{figure.label} not measured"
     median, low, high = ratio["median"], ratio["lowest"], ratio["highest"]
-    if 1 / _ALIKE < median < _ALIKE:
-        return f"{figure.label} {median:.2f}x ({low:.2f}-{high:.2f}), alike"
     unsure = ", not in every round" if low <= 1 <= high else ""
+    if 1 / _ALIKE < median < _ALIKE:
+        what = "alike" if high / low < _STEADY else "unsteady"
+        return f"{figure.label} {median:.2f}x ({low:.2f}-{high:.2f}), {what}"
     if not figure.lower_is_better:
         return f"{figure.label} {median:.2f}x ({low:.2f}-{high:.2f}{unsure})"
     if median < 1:
@@ -227,14 +242,38 @@ def _words(figure: Figure, ratio: dict[str, float] | None) -> str:
 
 
 def _advice(mixed: dict[str, dict[str, float] | None]) -> str:
+    """What follows for whoever chooses between our two."""
     tail, ttft = mixed["p99_itl_under_prompts_ms"], mixed["median_prompt_ttft_ms"]
-    if tail is None or ttft is None:
-        return "No verdict: too much failed."
-    if tail["lowest"] <= 1 <= tail["highest"] or tail["median"] > 1 / _ALIKE:
+    output = mixed["output_throughput"]
+    if tail is None or ttft is None or output is None:
+        return "No verdict: no round in which all streams ran beside all prompts and nothing failed."
+    if tail["lowest"] <= 1 <= tail["highest"]:
+        return "No verdict: the streams' tail is not lower, or not higher, in every round. More --rounds may tell."
+    if tail["median"] > 1 / _ALIKE:
         return "Stay colocated: separate processes do not keep the streams any calmer here."
-    gain = 1 / tail["median"]
-    price = f"prompts that wait {ttft['median']:.1f}x as long" if ttft["median"] > _ALIKE else "next to nothing"
-    return (
-        f"Disaggregate if a calm stream matters: its tail is {gain:.1f}x lower, at the price of {price}. "
-        "Stay colocated if only the prompts' time and the throughput count."
-    )
+    gain = f"Disaggregate if a calm stream matters: its tail is {1 / tail['median']:.1f}x lower"
+    price = []
+    if ttft["median"] > _ALIKE:
+        price.append(f"prompts wait {ttft['median']:.1f}x as long")
+    if output["median"] < 1 / _ALIKE:
+        price.append(f"streams give {output['median']:.2f}x the tokens/s")
+    if not price:
+        return f"{gain}, and neither the prompts nor the streams pay for it here."
+    return f"{gain}; the price: {' and '.join(price)}. Stay colocated if that counts more."
+
+
+def _doubts(measured: dict[str, Any], busy: list[float]) -> list[str]:
+    """What makes the figures doubtful."""
+    lines = []
+    for name, kinds in measured.items():
+        for kind, entry in kinds.items():
+            failed = sum(one["summary"]["failed"] for one in entry["rounds"])
+            if failed:
+                lines.append(f"{name}: {failed} requests of {kind} failed; those rounds are in no ratio.")
+    loud = sum(share > _QUIET for share in busy)
+    if loud:
+        lines.append(
+            f"Before {loud} of {len(busy)} turns the machine was busy (up to {max(busy):.0%} of its cores) with "
+            "something else: the figures are not to be trusted."
+        )
+    return lines

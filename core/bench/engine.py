@@ -224,7 +224,7 @@ def run(plan: Plan, progress: Callable[[int, int], None]) -> Result:
         spec = replace(
             plan.spec,
             state_dir=Path(directory),
-            num_blocks=max(2, *blocks, 2),
+            num_blocks=max(2, *blocks),
             max_rows=max(4, batch),
             max_batch=batch,
             local_prefill_tokens=0,

@@ -1,8 +1,9 @@
 """Figures from samples, in the definitions and under the keys of `vllm bench serve`.
 
 TTFT, TPOT and E2EL: one value a request that succeeded; ITL: the gaps of all of them pooled. Percentiles by linear
-interpolation and standard deviations of the population, as numpy's defaults. Where nothing was measured, None, never
-0. One difference: a request with an error event in its stream, or with no end to it, has failed. Pure.
+interpolation and standard deviations of the population, as numpy's defaults. Two differences: where nothing was
+measured or told there is None, never 0; a request with an error event in its stream, or without an end, has failed.
+Pure.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ def parse_goodput(given: Sequence[str]) -> dict[str, float]:
 
 
 def meets(sample: Sample, objectives: dict[str, float]) -> bool:
-    """Whether a request succeeded within all objectives. An answer of one token has no TPOT, and meets any."""
-    values = {"ttft": sample.ttft_ms, "tpot": sample.tpot_ms or 0.0, "e2el": sample.e2el_ms}
+    """Whether a request succeeded within all objectives. An answer of one token meets any TPOT; one of unknown
+    length none."""
+    short = sample.output_tokens is not None and sample.output_tokens < 2
+    values = {"ttft": sample.ttft_ms, "tpot": 0.0 if short else sample.tpot_ms, "e2el": sample.e2el_ms}
     return sample.ok and all((value := values[key]) is not None and value <= objectives[key] for key in objectives)
 
 
@@ -86,14 +89,13 @@ def summarize(samples: Sequence[Sample], duration_s: float, objectives: dict[str
     """All figures of a load: `duration` in seconds, throughputs per second, latencies in ms.
 
     Beyond vLLM's keys: `slo_attainment` (good requests by all that were sent), `total_cached_tokens`, `max_itl_ms`,
-    `errors` (failed requests by kind, with the first message of each), and `untold_output_tokens`: requests whose
-    server told neither usage nor token ids. These count in no throughput of tokens and in no TPOT.
+    `errors_by_kind` (failed requests, with the first message of each kind), and `untold_output_tokens`: requests
+    whose server told neither usage nor token ids. If there are any, no total and no throughput of tokens is known.
     """
     good = [sample for sample in samples if sample.ok]
-    output = sum(sample.output_tokens or 0 for sample in good)
-    prompt = sum(sample.prompt_tokens or 0 for sample in good)
+    output = _total([sample.output_tokens for sample in good])
+    prompt = _total([sample.prompt_tokens for sample in good])
     met = sum(meets(sample, objectives) for sample in good)
-    told = any(sample.output_tokens is not None for sample in good)
     values = latencies_ms(good)
     summary: dict[str, Any] = {
         "duration": duration_s,
@@ -101,19 +103,19 @@ def summarize(samples: Sequence[Sample], duration_s: float, objectives: dict[str
         "failed": len(samples) - len(good),
         "total_input_tokens": prompt,
         "total_output_tokens": output,
-        "total_cached_tokens": sum(sample.cached_tokens or 0 for sample in good),
+        "total_cached_tokens": _total([sample.cached_tokens for sample in good]),
         "untold_output_tokens": sum(sample.output_tokens is None for sample in good),
         "request_throughput": len(good) / duration_s if good else None,
         "request_goodput": met / duration_s if objectives else None,
         "slo_attainment": met / len(samples) if objectives and samples else None,
-        "output_throughput": output / duration_s if told else None,
-        "total_token_throughput": (output + prompt) / duration_s if told else None,
+        "output_throughput": None if output is None else output / duration_s,
+        "total_token_throughput": None if output is None or prompt is None else (output + prompt) / duration_s,
         **_peaks(good),
     }
     for metric in METRICS:
         summary |= _statistics(metric, values[metric])
     summary["max_itl_ms"] = max(values["itl"], default=None)
-    summary["errors"] = _errors(samples)
+    summary["errors_by_kind"] = _errors(samples)
     return summary
 
 
@@ -128,15 +130,35 @@ def latencies_ms(good: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def itls_under_prompts_ms(streams: Sequence[Sample], prompts: Sequence[Sample]) -> list[float]:
-    """The gaps of the streams that end while a prompt is between its sending and its first token."""
+    """The gaps of the streams that have a moment in common with a prompt, from its sending to its first token."""
     spans = [(one.sent_ms, one.chunks_ms[0]) for one in prompts if one.ok]
     return [
         at - before
         for sample in streams
         if sample.ok
         for before, at in zip(sample.chunks_ms, sample.chunks_ms[1:], strict=False)
-        if any(begin <= at <= end for begin, end in spans)
+        if any(begin <= at and before < end for begin, end in spans)
     ]
+
+
+def _total(values: Sequence[int | None]) -> int | None:
+    """Their sum; None if there are none, or one is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def digits(value: float | None, unit: str = "") -> str:
+    """A figure for people: three digits or so; n/a of None."""
+    if value is None:
+        return "n/a"
+    size = abs(value)
+    if size >= 100:
+        text = f"{value:,.0f}"
+    elif size >= 10:
+        text = f"{value:.1f}"
+    else:
+        text = f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.2g}"
+    return f"{text} {unit}" if unit else text
 
 
 def _statistics(metric: str, values: list[float]) -> dict[str, float | None]:

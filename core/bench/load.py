@@ -44,17 +44,14 @@ def run(
     *,
     num_warmups: int = 1,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    ignore_eos: bool = True,
-    vocab_size: int = 0,
     on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> Load:
     """Send all of it.
 
     Args:
-        num_warmups: requests as long as the workload's first, one after another, before the clock starts. Their ids
-            are others: a warm-up must not put the prompts to be measured into a prefix cache.
+        num_warmups: requests like the first of each group, one after another, before the clock starts; with other
+            prompts: a warm-up must not put what is to be measured into a prefix cache.
         timeout_s: of each request, from its begin to its last byte.
-        vocab_size: of the warm-ups' ids.
         on_sample: called at the end of each request, in the order they end.
 
     Raises:
@@ -67,18 +64,25 @@ def run(
             hint="pdctl bench serve --workload shared-prefix",
         )
     return asyncio.run(
-        _Runner(server, timeout_s, ignore_eos, on_sample).run(workload, _warmups(workload, num_warmups, vocab_size))
+        _Runner(server, timeout_s, workload.ignores_eos, on_sample).run(workload, _warmups(workload, num_warmups))
     )
 
 
-def _warmups(workload: Workload, number: int, vocab_size: int) -> list[Request]:
-    first = workload.requests[0]
-    source = random.Random()
+def _warmups(workload: Workload, number: int) -> list[Request]:
+    firsts = {request.group: request for request in reversed(workload.requests)}
+    return [_another(request, workload.configuration["vocab_size"]) for request in firsts.values()] * number
 
-    def others(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        return None if ids is None else tuple(source.randrange(vocab_size) for _ in ids)
 
-    return [dataclasses.replace(first, token_ids=others(first.token_ids), group="warm-up") for _ in range(number)]
+def _another(request: Request, vocab_size: int) -> Request:
+    """A request as long, with a beginning that no other has."""
+    source = random.SystemRandom()
+    if request.token_ids is not None:
+        ids = tuple(source.randrange(vocab_size) for _ in request.token_ids)
+        return dataclasses.replace(request, token_ids=ids)
+    number = source.getrandbits(32)
+    if request.text is not None:
+        return dataclasses.replace(request, text=f"{number} {request.text}")
+    return dataclasses.replace(request, messages=({"role": "user", "content": str(number)},))
 
 
 class _Runner:
@@ -134,6 +138,9 @@ class _Runner:
             history: tuple[int, ...] = ()
             for request in conversation.requests:
                 sample = await self._ask(request, due_ms, history, first)
+                if len(conversation.requests) > 1 and sample.ok and sample.token_ids is None:
+                    kind, why = "no_token_ids", "the answer came without the ids that the next turn continues"
+                    sample = dataclasses.replace(sample, error_kind=kind, error=why)
                 self._samples.append(sample)
                 self._on_sample(sample)
                 if sample.error is not None:

@@ -33,16 +33,6 @@ def describe() -> dict[str, Any]:
     }
 
 
-def words(machine: dict[str, Any]) -> str:
-    """In one line, for people."""
-    instructions = ", ".join(machine["instructions"]) or "no vector instructions known"
-    kind = "virtual, " if machine["virtual"] else ""
-    return (
-        f"{machine['cpu']} ({kind}{machine['usable_cores']} cores, {instructions}), {machine['memory_gib']:g} GiB, "
-        f"Linux {machine['kernel']}, pdctl {machine['pdctl']}, torch {machine['torch']}"
-    )
-
-
 def _fields(path: Path) -> dict[str, str]:
     """`key: value` lines, the first of each key."""
     found: dict[str, str] = {}

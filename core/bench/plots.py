@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pdctl.core.bench.figures import percentile
+from pdctl.core.bench.figures import digits, percentile
 
 
 class Draws(Enum):
@@ -136,22 +136,6 @@ class Section:
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
-
-
-def digits(value: float | None, unit: str = "") -> str:
-    """Three digits or so; n/a of None."""
-    if value is None:
-        return "n/a"
-    size = abs(value)
-    if size >= 100:
-        text = f"{value:,.0f}"
-    elif size >= 10:
-        text = f"{value:.1f}"
-    elif size >= 0.1 or size == 0:
-        text = f"{value:.2f}"
-    else:
-        text = f"{value:.2g}"
-    return f"{text} {unit}" if unit else text
 
 
 def distribution(name: str, values: Sequence[float], *, color: int, unit: str, labelled: bool) -> tuple[Trace, ...]:

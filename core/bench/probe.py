@@ -1,6 +1,6 @@
 """What the machine can do at most: bytes read from memory and floating-point operations, in a second.
 
-Best of several tries, because anything else on the machine only takes away. Loads torch; called by engine_cells.py.
+Best of several tries, because anything else on the machine only takes away. Loads torch; called by engine_process.py.
 """
 
 from __future__ import annotations

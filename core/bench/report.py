@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdctl.core.bench import report_compare, report_micro, report_serve
-from pdctl.core.bench.plots import Plot, Section, Table, Trace, digits
+from pdctl.core.bench.figures import digits
+from pdctl.core.bench.plots import Plot, Section, Table, Trace
 from pdctl.core.bench.reading import Found, printable
 
 

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pdctl.core.bench.plots import NEUTRAL, Draws, Line, Plot, Symbol, Table, Trace, digits
+from pdctl.core.bench.figures import digits
+from pdctl.core.bench.plots import NEUTRAL, Draws, Line, Plot, Symbol, Table, Trace
 from pdctl.core.bench.reading import Found, printable
 from pdctl.core.bench.report_serve import Load, distributions, gaps, itl_over_time, sentence
 from pdctl.core.bench.samples import Sample
@@ -200,8 +201,8 @@ def _chunk_plots(results: Found) -> list[Plot]:
     points = [] if found.is_missing else [*found]
     plots = []
     for key, title, y_title, unit in (
-        ("p99_itl_ms", "Chunk of the colocated server: tail", "ITL p99, ms", "ms"),
-        ("output_throughput", "Chunk of the colocated server: throughput", "output, tok/s", "tok/s"),
+        ("p99_itl_under_prompts_ms", "Chunk of the colocated server: the streams' tail", "ITL p99, ms", "ms"),
+        ("median_prompt_ttft_ms", "Chunk of the colocated server: the prompts", "TTFT p50, ms", "ms"),
     ):
         drawn = [
             (point["chunk_tokens"].measured(), value, point["chosen"].flag())

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdctl.core.bench.plots import Draws, Plot, Table, Trace, digits
+from pdctl.core.bench.figures import digits
+from pdctl.core.bench.plots import Draws, Plot, Table, Trace
 from pdctl.core.bench.reading import Found, printable
 
 OWN = "pdctl"

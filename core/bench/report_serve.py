@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdctl.core.bench.figures import METRICS, OBJECTIVES, latencies_ms
+from pdctl.core.bench.figures import METRICS, OBJECTIVES, digits, latencies_ms
 from pdctl.core.bench.plots import (
     NEUTRAL,
     Draws,
@@ -15,7 +15,6 @@ from pdctl.core.bench.plots import (
     Symbol,
     Table,
     Trace,
-    digits,
     distribution,
     spreads_far,
 )
@@ -59,7 +58,7 @@ class Load:
 
 
 def _sample(found: Found) -> Sample:
-    error = found["error"]
+    kind = found["error_kind"]
     output = found["output_tokens"]
     prompt = found["prompt_tokens"]
     return Sample(
@@ -70,7 +69,7 @@ def _sample(found: Found) -> Sample:
         chunks_ms=tuple(at.measured() for at in found["chunks_ms"]),
         prompt_tokens=None if prompt.is_missing else prompt.count(),
         output_tokens=None if output.is_missing else output.count(),
-        error=None if error.is_missing else error.text(),
+        error_kind=None if kind.is_missing else kind.text(),
     )
 
 
@@ -78,7 +77,9 @@ def serve_words(results: Found, objectives: Found) -> tuple[str, ...]:
     """The result of one load in a few lines."""
     summary = results["summary"]
     completed, failed = summary["completed"].count(), summary["failed"].count()
-    errors = [f"{one['count'].count()} x {one['kind'].text()}: {one['first'].shown()}" for one in summary["errors"]]
+    errors = [
+        f"{one['count'].count()} x {one['kind'].text()}: {one['first'].shown()}" for one in summary["errors_by_kind"]
+    ]
     words = [
         f"{completed:,} of {completed + failed:,} requests succeeded in {digits(summary['duration'].number(), 's')}."
     ]

@@ -5,12 +5,13 @@
 kind, and what `results` holds:
     serve      {"server": {...}, "summary": {figures.summarize}, "groups": {group: summary}, "under_prompts": {...} |
                null, "client_cpu_share", "samples": [Sample.to_json]}
-    sweep      {"server", "objectives", "target_attainment", "best_rate_per_s" | null, "points": [{"rate_per_s",
-               "summary", "meets"}]}
+    sweep      {"server", "objectives", "target_attainment", "best_rate_per_s" | null, "is_bound",
+               "points": [{"rate_per_s" | null, "summary", "meets", "samples"}]}
     compare    {"systems": [{"name", "server", "configuration", "workloads": {kind: {"rounds": [as of serve]}}}],
                "chunk_sweep": [{"chunk_tokens", figures of "mixed" in compare.py, "chosen"}],
                "token_equality": {"systems", "compared", "equal", "first_difference" | null},
-               "ratios": {kind: {system: {figure: {"median", "lowest", "highest"}}}}, "verdict": [text]}
+               "ratios": {kind: {system: {figure: {"median", "lowest", "highest", "num_rounds"} | null}}},
+               "busy_share": [of all cores before each turn], "verdict": [text]}
     handoff    see handoff.py
     engine     see engine.py
 """
@@ -25,21 +26,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pdctl.core.bench.machine import describe
 from pdctl.transport.errors import IncompatibleError, NotFoundError, UsageError
 
 SCHEMA = "pdctl-bench-1"
 KINDS = ("serve", "sweep", "compare", "handoff", "engine")
 
 
-def document(kind: str, configuration: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
-    """A benchmark's results with everything that they depend on."""
+def document(
+    kind: str, configuration: dict[str, Any], results: dict[str, Any], machine: dict[str, Any]
+) -> dict[str, Any]:
+    """A benchmark's results with everything that they depend on.
+
+    Args:
+        machine: `describe()`, from before the benchmark: its load is not to be the benchmark's own.
+    """
     return {
         "schema": SCHEMA,
         "kind": kind,
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _command(),
-        "machine": describe(),
+        "machine": machine,
         "configuration": configuration,
         "results": results,
     }
@@ -56,6 +62,7 @@ def save(document: dict[str, Any], path: Path) -> None:
         temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
         temporary.replace(path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise UsageError(f"--output {path}: {error.strerror}") from error
 
 

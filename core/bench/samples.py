@@ -10,8 +10,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdctl.transport.errors import IncompatibleError
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -27,7 +25,7 @@ class Sample:
         token_ids: of the answer; None: the server does not tell them.
         timings: our server's own times of its phases; empty for others.
         error: why it failed; None: it did not.
-        error_kind: http_<status>, connection, timeout, event, cut_off, empty or malformed.
+        error_kind: http_<status>, connection, timeout, event, cut_off, empty, malformed or no_token_ids.
     """
 
     index: int
@@ -46,7 +44,7 @@ class Sample:
 
     @property
     def ok(self) -> bool:
-        return self.error is None
+        return self.error_kind is None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -78,20 +76,3 @@ class Sample:
         values["chunks_ms"] = [round(at, 3) for at in self.chunks_ms]
         values["token_ids"] = None if self.token_ids is None else list(self.token_ids)
         return values
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Sample:
-        """Raises:
-        IncompatibleError: not what `to_json` wrote.
-        """
-        try:
-            ids = values["token_ids"]
-            return cls(
-                **{
-                    **values,
-                    "chunks_ms": tuple(float(at) for at in values["chunks_ms"]),
-                    "token_ids": None if ids is None else tuple(int(one) for one in ids),
-                }
-            )
-        except (TypeError, KeyError, ValueError) as error:
-            raise IncompatibleError(f"results: a sample is not readable: {error}") from error

@@ -17,10 +17,8 @@ def serve(
     workload: Workload,
     *,
     objectives: dict[str, float],
-    vocab_size: int,
     num_warmups: int = 1,
     timeout_s: float = load.DEFAULT_TIMEOUT_S,
-    ignore_eos: bool = True,
     on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> dict[str, Any]:
     """Run it; returns what results.py lists for "serve"."""
@@ -29,8 +27,6 @@ def serve(
         workload,
         num_warmups=num_warmups,
         timeout_s=timeout_s,
-        ignore_eos=ignore_eos,
-        vocab_size=vocab_size,
         on_sample=on_sample,
     )
     groups = {
@@ -46,6 +42,12 @@ def serve(
         "client_cpu_share": measured.client_cpu_share,
         "samples": [sample.to_json() for sample in measured.samples],
     }
+
+
+def _own_duration_s(samples: list[Sample], otherwise_s: float) -> float:
+    """From the first request of a group to its last chunk: a group's throughput does not wait for the others."""
+    ends = [sample.chunks_ms[-1] for sample in samples if sample.chunks_ms]
+    return (max(ends) - min(sample.sent_ms for sample in samples)) / 1e3 if ends else otherwise_s
 
 
 def _under_prompts(groups: dict[str, list[Sample]]) -> dict[str, float | int | None]:

@@ -21,21 +21,23 @@ def find_rate(measure: Callable[[float], dict[str, Any]], attainment: float) -> 
     """Measure rate after rate.
 
     Args:
-        measure: returns the summary (figures.summarize, with objectives) of one rate; infinite: all at once.
+        measure: returns what `serve` returns (with objectives) of one rate; infinite: all at once.
         attainment: share of all requests sent that must meet the objectives.
 
     Returns:
         What results.py lists for "sweep", but for "server" and "objectives": "best_rate_per_s" is None if no rate
-        met them; if they were met with all at once, it is what was answered then.
+        met them. If they were met with all at once, it is what was answered then, and "is_bound" is true: a longer
+        load may find more.
     """
     points: list[dict[str, Any]] = []
 
     def meets(rate_per_s: float) -> bool:
-        summary = measure(rate_per_s)
+        measured = measure(rate_per_s)
+        summary = measured["summary"]
         share = summary["slo_attainment"]
         met = share is not None and share >= attainment
         shown = None if math.isinf(rate_per_s) else rate_per_s
-        points.append({"rate_per_s": shown, "summary": summary, "meets": met})
+        points.append({"rate_per_s": shown, "summary": summary, "meets": met, "samples": measured["samples"]})
         return met
 
     best: float | None = None
@@ -55,4 +57,9 @@ def find_rate(measure: Callable[[float], dict[str, Any]], attainment: float) -> 
                 break
             rate = math.sqrt(low * high) if low else high / 2
         best = low or None
-    return {"target_attainment": attainment, "best_rate_per_s": best, "points": points}
+    return {
+        "target_attainment": attainment,
+        "best_rate_per_s": best,
+        "is_bound": met_all_at_once,
+        "points": points,
+    }

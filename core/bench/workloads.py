@@ -29,7 +29,7 @@ class Request:
         index: among all of the workload.
         group: see `Sample.group`.
         token_ids, text, messages: the prompt, in one of three forms. Of a later turn: what is new in it.
-        max_tokens: output tokens asked for, and, as end tokens are ignored, got.
+        max_tokens: output tokens asked for; what is got, where end tokens are ignored.
     """
 
     index: int
@@ -80,6 +80,11 @@ class Workload:
     @property
     def requests(self) -> tuple[Request, ...]:
         return tuple(one for stage in self.stages for talk in stage.conversations for one in talk.requests)
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether answers are as long as asked: of random prompts, where an end says nothing."""
+        return self.kind not in _DATASETS
 
     @property
     def needs_token_ids(self) -> bool:
@@ -155,7 +160,8 @@ def make(
     Raises:
         UsageError: such a workload cannot be.
     """
-    source = random.Random(seed)
+    # Of its kind, too: two workloads of one seed have no prompt, or beginning of one, in common.
+    source = random.Random(f"{kind} {seed}")
 
     def ids(number: int) -> tuple[int, ...]:
         return tuple(source.randrange(vocab_size) for _ in range(number))
@@ -170,6 +176,7 @@ def make(
         "burst_size": arrivals.burst_size if arrivals.kind == "burst" else None,
         "max_concurrency": max_concurrency,
         "seed": seed,
+        "vocab_size": vocab_size,
     }
     talks: list[tuple[Request, ...]]
     if kind == "mixed":

@@ -13,6 +13,7 @@ import pytest
 from fake_server import FakeServer, good, running
 
 from pdctl.core.bench import results
+from pdctl.core.bench.machine import describe
 from pdctl.transport.errors import IncompatibleError, NotFoundError, UsageError
 
 SMALL = ["-n", "4", "--input-len", "5", "--output-len", "3"]
@@ -96,6 +97,9 @@ def test_failed_requests_end_it_with_1() -> None:
         (["--base-url", "nonsense"], 2, "expected http://"),
         (["--name", "nobody-here"], 3, "not running"),
         (["--find-rate"], 2, "needs an objective"),
+        (["--find-rate", "--goodput", "ttft:5", "-r", "3"], 2, "chooses the rates"),
+        (["--find-rate", "--goodput", "ttft:5", "-c", "3"], 2, "what waits in the client"),
+        (["--find-rate", "--goodput", "ttft:5", "-w", "mixed"], 2, "new at every rate"),
         (["--goodput", "fast"], 2, "expected ttft:MS"),
         (["--output", "/nowhere/at/all"], 2, "directory that can be written"),
     ],
@@ -114,7 +118,6 @@ def test_what_cannot_be_measured(arguments: list[str], code: int, says: str, tmp
         (["--request-rate", "0"], "expected more than 0"),
         (["--request-rate", "nan"], "expected more than 0"),
         (["--arrivals", "never", "-r", "1"], "expected one of poisson"),
-        (["--find-rate", "--goodput", "ttft:5", "-r", "3"], "chooses the rates"),
     ],
 )
 def test_what_is_no_workload(arguments: list[str], says: str) -> None:
@@ -122,6 +125,37 @@ def test_what_is_no_workload(arguments: list[str], says: str) -> None:
         done = bench("serve", "--base-url", server.url, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
+
+
+def test_options_before_a_sub_command_are_refused() -> None:
+    done = bench("--seed", "3", "serve")
+    assert done.returncode == 2
+    assert "--seed before serve" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-w", "jsonl"], "expected some of mixed"),
+        (["--url", "x"], "expected NAME=http"),
+        (["--request-rate", "-1"], "expected more than 0"),
+        (["-o", "/nowhere/at/all"], "can be written"),
+        (["--", "--chunk-tokens", "3"], "--chunk-tokens after --"),
+        (["--", "--name=x"], "--name after --"),
+        (["--", "--prefill", "2"], "before the --"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_before_anything_starts(arguments: list[str], says: str) -> None:
+    done = bench("compare", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+def test_the_same_name_twice_is_refused() -> None:
+    with running(FakeServer(good)) as server:
+        done = bench("compare", "--url", f"colocated={server.url}")
+    assert done.returncode == 2
+    assert "that name is taken" in done.stderr
 
 
 def test_the_highest_rate(tmp_path: Path) -> None:
@@ -161,7 +195,7 @@ def test_a_file_that_holds_no_results(tmp_path: Path, content: str | None, error
 
 
 def test_results_are_written_whole_or_not(tmp_path: Path) -> None:
-    document = results.document("serve", {}, {"samples": []})
+    document = results.document("serve", {}, {"samples": []}, describe())
     results.save(document, tmp_path / "a.json")
     assert results.load(tmp_path / "a.json") == document
     with pytest.raises(UsageError, match="--output"):

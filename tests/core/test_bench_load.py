@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +27,12 @@ def workload(kind: str = "random", **more: Any) -> Workload:
 
 
 def measure(server: Server, load_: Workload, **more: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {"objectives": {}, "vocab_size": 50, "num_warmups": 0, "timeout_s": 20.0, **more}
+    options: dict[str, Any] = {"objectives": {}, "num_warmups": 0, "timeout_s": 20.0, **more}
     return serve(server, load_, **options)
 
 
 def causes(measured: dict[str, Any]) -> dict[str, int]:
-    return {error["kind"]: error["count"] for error in measured["summary"]["errors"]}
+    return {error["kind"]: error["count"] for error in measured["summary"]["errors_by_kind"]}
 
 
 def test_a_good_server() -> None:
@@ -142,13 +143,15 @@ def test_a_server_that_fails_every_second_request(answer: Any, kind: str) -> Non
     assert (summary["completed"], summary["failed"], len(measured["samples"])) == (3, 3, 6)
     # What failed is in no other figure.
     assert summary["total_output_tokens"] == 9
-    assert summary == {**summarize_again(measured), "errors": summary["errors"]}
+    assert summary == {**summarize_again(measured), "errors_by_kind": summary["errors_by_kind"]}
 
 
 def summarize_again(measured: dict[str, Any]) -> dict[str, Any]:
     from pdctl.core.bench.samples import Sample
 
-    good_ones = [Sample.from_json(one) for one in measured["samples"] if one["error"] is None]
+    good_ones = [
+        Sample(**{**one, "chunks_ms": tuple(one["chunks_ms"])}) for one in measured["samples"] if one["error"] is None
+    ]
     duration = measured["summary"]["duration"]
     again = summarize(good_ones, duration, {})
     # Samples are kept to the microsecond.
@@ -160,7 +163,7 @@ def summarize_again(measured: dict[str, Any]) -> dict[str, Any]:
 def test_the_causes_own_words_are_kept() -> None:
     with running(FakeServer(_error_event)) as server:
         measured = measure(server, workload())
-    assert measured["summary"]["errors"][0]["first"] == "the decode daemon died"
+    assert measured["summary"]["errors_by_kind"][0]["first"] == "the decode daemon died"
 
 
 def test_nobody_listens_any_more() -> None:
@@ -262,6 +265,41 @@ def test_warm_ups_are_others_and_not_measured() -> None:
     assert measured["summary"]["completed"] == 6
     assert [len(prompt) for prompt in asked] == [5] * 8
     assert asked[0] not in asked[2:]
+
+
+def test_every_group_is_warmed_up_and_texts_are_others(tmp_path: Path) -> None:
+    fake = FakeServer(good)
+    with running(fake) as server:
+        measure(server, workload("mixed", num_streams=2, stream_input_len=2), num_warmups=1)
+        assert sorted(len(body["prompt"]) for body in fake.bodies[:2]) == [2, 5]
+        file = tmp_path / "asked.jsonl"
+        file.write_text('{"prompt": "a text"}\n{"messages": [{"role": "user", "content": "a chat"}]}\n')
+        fake.bodies.clear()
+        measure(server, workload("jsonl", dataset=file), num_warmups=1)
+    warm_up, *asked = [body.get("prompt") for body in fake.bodies]
+    assert asked == ["a text", None]
+    assert warm_up.endswith(" a text")
+    # A text's answer ends where it ends.
+    assert all("ignore_eos" not in body for body in fake.bodies)
+
+
+def test_a_turn_without_ids_has_failed() -> None:
+    async def no_ids(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield {"choices": [{"text": "x"}]}
+        yield DONE
+
+    with running(FakeServer(no_ids)) as server:
+        measured = measure(server, workload("multi-turn", num_prompts=1, turns=2))
+    assert causes(measured) == {"no_token_ids": 1}
+
+
+def test_what_a_server_says_cannot_steer_a_terminal() -> None:
+    async def hostile(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield {"error": {"message": "\x1b[2J gone"}}
+
+    with running(FakeServer(hostile)) as server:
+        measured = measure(server, workload())
+    assert "\x1b" not in measured["summary"]["errors_by_kind"][0]["first"]
 
 
 def test_a_failed_warm_up_ends_it() -> None:

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import bench_documents as made
+import numpy
 import pytest
 
 from pdctl.core.bench import page
 from pdctl.core.bench.plots import Section
 from pdctl.core.bench.reading import printable
 from pdctl.core.bench.report import Document, sections
-from pdctl.core.bench.samples import Sample
 from pdctl.transport.errors import IncompatibleError
 
 KINDS = sorted(made.documents())
@@ -207,7 +207,7 @@ def test_systems_stand_side_by_side_on_the_same_axes() -> None:
         figure = figures[f"Mixed: inter-token latency of {system['name']}"]
         layouts.append(figure["layout"])
         rounds = [
-            [gap for one in round_["samples"] if one["group"] == "stream" for gap in Sample.from_json(one).itls_ms]
+            [gap for one in round_["samples"] if one["group"] == "stream" for gap in numpy.diff(one["chunks_ms"])]
             for round_ in system["workloads"]["mixed"]["rounds"]
         ]
         found = {trace["name"]: [] for trace in figure["data"]}
@@ -235,7 +235,7 @@ def test_ratios_have_their_spread_and_the_verdict_comes_first() -> None:
     words = page_of(document).words
     verdict, *rest = (words.index(text) for text in ("mixed: 9.1x lower.", "TTFT p50 ms", "cpu: A CPU"))
     assert verdict < min(rest)
-    chunks = traces_of(figures_of(document)["Chunk of the colocated server: tail"])
+    chunks = traces_of(figures_of(document)["Chunk of the colocated server: the streams' tail"])
     assert (chunks["tried"]["x"], chunks["tried"]["y"]) == ([128, 256, 512], [80, 120, 300])
     assert (chunks["chosen"]["x"], chunks["chosen"]["y"]) == ([256], [120])
 

@@ -46,6 +46,17 @@ def test_every_request_has_its_own_place_and_known_ids(kind: str) -> None:
     assert all(0 <= token < VOCAB for one in load.requests for token in one.token_ids or ())
 
 
+def test_no_prompt_of_one_kind_begins_as_one_of_another() -> None:
+    """What one workload leaves in a prefix cache is of no use to another of the same seed."""
+    kinds = ["random", "shared-prefix", "multi-turn", "mixed"]
+    begins = [
+        {one.token_ids[:8] for one in made(kind, vocab_size=50_000, prefix_len=9).requests if one.token_ids}
+        for kind in kinds
+    ]
+    for one, other in itertools.combinations(begins, 2):
+        assert not one & other
+
+
 def test_a_shared_prefix_is_shared_by_every_nth() -> None:
     load = made("shared-prefix", prefix_len=20, num_prefixes=2)
     fronts = [one.token_ids[:20] for one in load.requests if one.token_ids]

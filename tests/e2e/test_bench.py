@@ -1,0 +1,102 @@
+"""`pdctl bench` on real clusters: the quick table, and the comparison that starts two of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdctl.core.bench import results
+from pdctl.core.cluster import is_locked, list_clusters
+from pdctl.transport.names import segments_of
+
+pytestmark = pytest.mark.e2e
+
+WATCHDOG_S = 200
+NAMES = ("bench-disaggregated", "bench-colocated")
+
+
+def compare(tiny_dir: Path, state_dir: Path, *arguments: str) -> list[str]:
+    sizes = ["-n", "3", "--input-len", "70", "--output-len", "24", "--streams", "2", "--rounds", "2"]
+    up = ["--model", str(tiny_dir), "--dtype", "float32", "--kv-blocks", "256"]
+    where = ["--state-dir", str(state_dir)]
+    return [sys.executable, "-m", "pdctl.cli", "bench", "compare", *sizes, *where, *arguments, "--", *up]
+
+
+def assert_nothing_is_left(state_dir: Path) -> None:
+    assert list_clusters(state_dir) == []
+    assert [segment for name in NAMES for segment in segments_of(name)] == []
+
+
+def test_two_clusters_are_compared_and_taken_down(tiny_dir: Path, tmp_path: Path) -> None:
+    file, state_dir = tmp_path / "out.json", tmp_path / "s"
+    done = subprocess.run(
+        compare(tiny_dir, state_dir, "--chunk-tokens", "32", "-o", str(file)),
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if not line.startswith(("mixed,", "random,")))
+    assert "Tokens: 16 of 16 answers equal, id by id" in done.stdout
+    document = results.load(file)
+    names = [system["name"] for system in document["results"]["systems"]]
+    assert names == ["disaggregated", "colocated"]
+    for system in document["results"]["systems"]:
+        for entry in system["workloads"].values():
+            assert [one["summary"]["failed"] for one in entry["rounds"]] == [0, 0]
+            # No prompt is known to a prefix cache: neither from another round nor from another workload.
+            assert [one["summary"]["total_cached_tokens"] for one in entry["rounds"]] == [0, 0]
+    assert_nothing_is_left(state_dir)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_a_comparison_ends_its_clusters_go(tiny_dir: Path, tmp_path: Path, number: signal.Signals) -> None:
+    state_dir = tmp_path / "s"
+    bench = subprocess.Popen(
+        compare(tiny_dir, state_dir),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests in a shell's background have SIGINT ignored, and hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert bench.stderr is not None
+    told = iter(bench.stderr.readline, "")
+    # With the second, the first is up and the sweep has begun.
+    assert [line.split()[:2] for line in (next(told), next(told))] == [["pdctl", "up"]] * 2
+    os.kill(bench.pid, number)
+    code = bench.wait(WATCHDOG_S)
+    assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    bench.stderr.close()
+    if number is signal.SIGKILL:
+        # The clusters' commands are killed with it, and what they supervise goes then; what stays is for gc.
+        deadline = time.monotonic() + WATCHDOG_S
+        while any(is_locked(state_dir, name) for name in NAMES):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        subprocess.run(
+            [sys.executable, "-m", "pdctl.cli", "gc", "--state-dir", str(state_dir)], check=True, timeout=60
+        )
+    assert_nothing_is_left(state_dir)
+
+
+def test_the_quick_table(start: Any, tiny_dir: Path) -> None:
+    """S60: one token has no time per token, and nothing is divided by it."""
+    cluster = start("--model", str(tiny_dir), "--dtype", "float32", "--kv-blocks", "256")
+    table = cluster.cli("bench", "-n", "2", "--prompt-tokens", "40", "--max-tokens", "4")
+    assert table.code == 0, table.err
+    assert "hand-over" in table.out and "2 / 0" in table.out
+    single = cluster.cli("bench", "-n", "2", "--prompt-tokens", "2", "--max-tokens", "1", "--json")
+    phases = json.loads(single.out)["phases"]
+    assert [phase["num_ok"] for phase in phases] == [2, 2]
+    assert [phase["tpot_ms"] for phase in phases] == [None, None]
+    assert all(phase["ttft_ms"]["p50"] > 0 for phase in phases)
