@@ -21,6 +21,7 @@ from pdctl.core.bench.workloads import Conversation, Request, Stage, Workload
 from pdctl.transport.errors import IncompatibleError, PdctlError
 
 DEFAULT_TIMEOUT_S = 600.0
+_WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,9 @@ def _warmups(workload: Workload, number: int) -> list[Request]:
 
 
 def _another(request: Request, vocab_size: int) -> Request:
-    """A request as long, with a beginning that no other has."""
+    """A prompt as long, with a beginning that no other has, and a short answer."""
     source = random.SystemRandom()
+    request = dataclasses.replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
     if request.token_ids is not None:
         ids = tuple(source.randrange(vocab_size) for _ in request.token_ids)
         return dataclasses.replace(request, token_ids=ids)
