@@ -41,10 +41,11 @@ def bench(
         _refuse_options(ctx)
         return
     from pdctl.cli.bench_serve import server_of, watching
-    from pdctl.core.bench.quick import Plan, run
     from pdctl.core.cluster import command
 
     server = server_of(None, None, None, name, state_dir)
+    from pdctl.core.bench.quick import Plan, run
+
     plan = Plan(
         num_requests=requests,
         prompt_tokens=prompt_tokens,

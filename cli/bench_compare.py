@@ -85,6 +85,10 @@ def compare(
     max_concurrency: options.ConcurrencyOption = None,
     seed: options.SeedOption = None,
     timeout_s: options.RequestTimeoutOption = 600.0,
+    quiet_wait_s: Annotated[
+        float,
+        typer.Option("--quiet-wait", min=0, max=3600, help="Seconds to wait for a quiet machine before each turn."),
+    ] = 15.0,
     as_json: JsonOption = False,
     output: OutputOption = None,
     state_dir: StateDirOption = None,
@@ -134,6 +138,7 @@ def compare(
                 lambda number: workloads(number, vocab_size),
                 rounds=rounds,
                 timeout_s=timeout_s,
+                quiet_wait_s=quiet_wait_s,
                 on_begin=on_begin,
             )
     configuration = {

@@ -142,17 +142,19 @@ def server_of(
     base_url: str | None, model: str | None, api_key_file: Path | None, name: str, state_dir: Path | None
 ) -> Server:
     """The server to be asked: our cluster, unless a URL is given."""
-    import asyncio
-
-    from pdctl.core.bench.client import find_server
     from pdctl.core.cluster import running
     from pdctl.core.keys import given_key
 
     key = given_key(api_key_file)
-    if base_url is not None:
-        return asyncio.run(find_server(base_url, key, model))
-    state = running(state_dir_of(state_dir), name)
-    return asyncio.run(find_server(state.url, key or state.spec.api_key, model))
+    if base_url is None:
+        state = running(state_dir_of(state_dir), name)
+        base_url, key = state.url, key or state.spec.api_key
+    # Only now what is slow to import.
+    import asyncio
+
+    from pdctl.core.bench.client import find_server
+
+    return asyncio.run(find_server(base_url, key, model))
 
 
 @contextlib.contextmanager

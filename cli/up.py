@@ -272,6 +272,7 @@ class _Signals:
 
 
 def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
+    from pdctl.core import cluster
     from pdctl.core.keys import KEY_VARIABLE
 
     began = time.monotonic()
@@ -293,10 +294,15 @@ def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
     )
     try:
         signals.raise_from_now_on()
-        _start(spec, process, began, foreground=foreground)
+        _start(spec, process, began)
+        # From here on it is up: a signal that comes after the words below is for what is attended.
         signals.hold()
         if foreground:
+            remark("its logs follow; Ctrl-C takes it down")
             _attend(spec, process, signals)
+        else:
+            ask = cluster.command("generate", spec.name, spec.state_dir)
+            remark(f'  {ask} "What is the capital of France?"')
     except _Interrupted:
         _take_back(spec, process)
         remark(f"interrupted: cluster {spec.name!r} is down again")
@@ -312,7 +318,7 @@ def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
         raise
 
 
-def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, foreground: bool) -> None:
+def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float) -> None:
     from pdctl.core import cluster
 
     assert process.stdin is not None and process.stdout is not None
@@ -328,10 +334,6 @@ def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, *, f
     remark(f"up in {time.monotonic() - began:.1f} s: {url} serves {spec.model_name}")
     if (warning := exposure_of(spec)) is not None:
         remark(warning)
-    if not foreground:
-        remark(f'  {cluster.command("generate", spec.name, spec.state_dir)} "What is the capital of France?"')
-        return
-    remark("its logs follow; Ctrl-C takes it down")
 
 
 def _attend(spec: ClusterSpec, process: subprocess.Popen[str], signals: _Signals) -> None:

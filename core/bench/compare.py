@@ -24,7 +24,7 @@ DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 _ALIKE, _STEADY = 1.05, 1.25
 # A machine that is busier than this before anybody is asked does something else, too.
 _QUIET = 0.15
-_LOOK_S, _QUIET_DEADLINE_S = 0.5, 15.0
+_LOOK_S = 0.5
 # How good a baseline our colocated self is, in every verdict that no other server is part of.
 _BASELINE = (
     "Colocated is pdctl's own engine, not the fastest one: beside vLLM 0.32 with its defaults (CPU, float32, 2 cores "
@@ -112,6 +112,7 @@ def compare(
     *,
     rounds: int,
     timeout_s: float,
+    quiet_wait_s: float,
     on_begin: Callable[[int, str, Workload], None] = lambda number, system, workload: None,
     on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> dict[str, Any]:
@@ -119,6 +120,7 @@ def compare(
 
     Args:
         workloads: those of a round, by its number.
+        quiet_wait_s: at most so long is waited before each turn until the machine is quiet.
         on_begin: called before each of them, for each system.
 
     Returns:
@@ -131,7 +133,7 @@ def compare(
             turn = number % len(systems)
             for system in (*systems[turn:], *systems[:turn]):
                 on_begin(number, system.name, workload)
-                busy.append(_await_quiet())
+                busy.append(_await_quiet(quiet_wait_s))
                 result = serve(
                     system.server,
                     workload,
@@ -160,7 +162,7 @@ def compare(
     }
 
 
-def _await_quiet() -> float:
+def _await_quiet(wait_s: float) -> float:
     """Wait until those who were asked before have come to rest.
 
     Returns:
@@ -168,7 +170,7 @@ def _await_quiet() -> float:
     """
     import psutil
 
-    deadline = time.monotonic() + _QUIET_DEADLINE_S
+    deadline = time.monotonic() + wait_s
     while True:
         share = float(psutil.cpu_percent(_LOOK_S)) / 100
         if share <= _QUIET or time.monotonic() > deadline:

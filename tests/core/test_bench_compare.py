@@ -57,6 +57,7 @@ def test_all_are_asked_the_same_in_turn() -> None:
             workloads,
             rounds=2,
             timeout_s=20,
+            quiet_wait_s=0,
             on_begin=lambda number, name, load: asked.append((number, name, load.kind)),
         )
     order = [DISAGGREGATED, COLOCATED]
@@ -99,7 +100,7 @@ def test_a_round_in_which_one_failed_is_in_no_ratio() -> None:
 
     with running(FakeServer(steady)) as one, running(FakeServer(fails_at_first)) as two:
         systems = [System(name=name, server=server, configuration={}) for name, server in (("a", one), ("b", two))]
-        measured = compare(systems, lambda number: workloads(number)[:1], rounds=2, timeout_s=20)
+        measured = compare(systems, lambda number: workloads(number)[:1], rounds=2, timeout_s=20, quiet_wait_s=0)
     assert measured["ratios"]["mixed"]["b"]["output_throughput"]["num_rounds"] == 1
     assert "b: 1 requests of mixed failed; those rounds are in no ratio." in measured["verdict"]
 

@@ -24,7 +24,20 @@ NAMES = ("bench-disaggregated", "bench-colocated")
 
 
 def compare(tiny_dir: Path, state_dir: Path, *arguments: str) -> list[str]:
-    sizes = ["-n", "3", "--input-len", "70", "--output-len", "24", "--streams", "2", "--rounds", "2"]
+    sizes = [
+        "-n",
+        "3",
+        "--input-len",
+        "70",
+        "--output-len",
+        "24",
+        "--streams",
+        "2",
+        "--rounds",
+        "2",
+        "--quiet-wait",
+        "0",
+    ]
     up = ["--model", str(tiny_dir), "--dtype", "float32", "--kv-blocks", "256"]
     where = ["--state-dir", str(state_dir)]
     return [sys.executable, "-m", "pdctl.cli", "bench", "compare", *sizes, *where, *arguments, "--", *up]

@@ -23,6 +23,7 @@ import pytest
 
 from pdctl.cli import down as down_command
 from pdctl.core import cluster as clusters
+from pdctl.core.process import ProcessHandle
 from pdctl.transport.layout import H, P
 from pdctl.transport.names import segments_of
 from pdctl.transport.rows import RowState
@@ -206,11 +207,14 @@ def test_down_of_a_start_that_does_not_hear(
 ) -> None:
     """The supervisor is killed while a process that it made is not bound to its life yet: that one goes as well."""
     monkeypatch.setattr(down_command, "_GRACE_S", 0.2)
+    send = ProcessHandle.send
+    # Nothing wakes it: it must not even hear that it is to end.
+    monkeypatch.setattr(ProcessHandle, "send", lambda one, sent: sent is signal.SIGCONT or send(one, sent))
     commands.spawn("up", "--port", "0", *options(tiny_dir))
     router = wait_for(lambda: _pid_of(cluster, "pdctl.core.router"), "the router")
     os.kill(router, signal.SIGSTOP)
-    with kept_stopped(cluster.state.supervisor_pid):
-        down_command.down(cluster.name, cluster.state_dir)
+    os.kill(cluster.state.supervisor_pid, signal.SIGSTOP)
+    down_command.down(cluster.name, cluster.state_dir)
     assert_nothing_left(cluster)
     [(_, code, err)] = commands.ended()
     assert code == 1 and "signal SIGKILL" in err
