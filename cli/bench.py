@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pdctl.cli import bench_compare, bench_engine, bench_handoff, bench_report, bench_serve
+from pdctl.cli.bench_options import SeedOption
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError, UsageError
@@ -22,16 +23,7 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=2, max=1 << 20)] = 256,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1 << 20)] = 32,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=256)] = 4,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            min=0,
-            max=(1 << 32) - 1,
-            help="Same seed, same requests: cached the second time.",
-            show_default="a new one",
-        ),
-    ] = None,
+    seed: SeedOption = None,
     as_json: JsonOption = False,
     name: NameOption = DEFAULT_CLUSTER,
     state_dir: StateDirOption = None,

@@ -220,19 +220,17 @@ def _await_ready(name: str, process: subprocess.Popen[bytes], said: IO[bytes], s
 
     deadline = time.monotonic() + _UP_DEADLINE_S
     while time.monotonic() < deadline:
-        state = read_state(state_dir, name)
-        if state is not None and state.phase == "running" and state.supervisor_pid != 0 and process.poll() is None:
-            return
-        if process.poll() is not None:
+        if (code := process.poll()) is not None:
             said.seek(0)
             lines = said.read().decode(errors="replace").splitlines()
             found = [at for at, line in enumerate(lines) if line.startswith("pdctl: ")]
-            text = (
-                "\n".join(lines[found[-1] :]).removeprefix("pdctl: ") if found else f"exit code {process.returncode}"
-            )
+            text = "\n".join(lines[found[-1] :]).removeprefix("pdctl: ") if found else f"exit code {code}"
             error = PdctlError(f"{name}: {text}")
-            error.exit_code = process.returncode if process.returncode > 0 else 1
+            error.exit_code = max(code, 1)
             raise error
+        state = read_state(state_dir, name)
+        if state is not None and state.phase == "running":
+            return
         time.sleep(0.05)
     raise DeadlineError(f"{name}: not up after {_UP_DEADLINE_S:.0f} s", hint=f"pdctl logs --name {name}")
 

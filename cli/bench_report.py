@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +33,7 @@ def report(
     """Draw the results of benchmarks: one page of HTML for all files, and the main plots on the terminal."""
     from pdctl.core.bench import report as reporting
     from pdctl.core.bench import results
+    from pdctl.core.bench.page import render
 
     _check_writable(html, files)
     labels = _labels(files)
@@ -42,7 +42,7 @@ def report(
         for label, path in zip(labels, files, strict=True)
     ]
     sections = reporting.sections(documents)
-    _write(html, sections, "pdctl bench: " + ", ".join(labels))
+    results.write_whole(render(sections, "pdctl bench: " + ", ".join(labels)), html, "--html")
     console = stdout_console()
     colors = console.color_system is not None and not console.no_color
     for section in sections:
@@ -68,20 +68,6 @@ def _check_writable(html: Path, files: Sequence[Path]) -> None:
         raise UsageError(f"--html {html}: expected a file, found a directory")
     if any(html.exists() and path.exists() and html.samefile(path) for path in files):
         raise UsageError(f"--html {html}: is one of the results", hint="--html report.html")
-
-
-def _write(html: Path, sections: Sequence[Section], title: str) -> None:
-    """Whole or not at all."""
-    from pdctl.core.bench.page import render
-
-    page = render(sections, title)
-    temporary = html.with_name(f".{html.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(page.encode())
-        temporary.replace(html)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"--html {html}: {error.strerror}") from error
 
 
 def _words(section: Section) -> RenderableType:

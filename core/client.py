@@ -1,6 +1,6 @@
 """A small HTTP client for our own API: JSON and server-sent events over the standard library.
 
-Light on purpose: `pdctl generate` must answer before a heavier client is imported. Used by generate and bench.
+Light on purpose: `pdctl generate` must answer before a heavier client is imported; bench/client.py is that one.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ class PrefillEngine:
         self._owned: dict[int, Claim] = {}
         self._tokens_per_s = _FIRST_GUESS_TOKENS_PER_S
         self._wanted = Wanted(segment, me)
+        self.look_again = False
 
     @property
     def rows(self) -> list[int]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdctl.core.bench.client import Server
-from pdctl.core.bench.samples import Sample
 from pdctl.core.bench.serve import serve
 from pdctl.core.bench.workloads import STREAM, Workload
 
@@ -114,7 +113,6 @@ def compare(
     timeout_s: float,
     quiet_wait_s: float,
     on_begin: Callable[[int, str, Workload], None] = lambda number, system, workload: None,
-    on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> dict[str, Any]:
     """Measure all systems; the first is the one that the others are compared with.
 
@@ -139,7 +137,6 @@ def compare(
                     workload,
                     objectives={},
                     timeout_s=timeout_s,
-                    on_sample=on_sample,
                 )
                 kinds = measured[system.name].setdefault(workload.kind, {"rounds": []})
                 kinds["rounds"].append(result)

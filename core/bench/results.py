@@ -57,13 +57,25 @@ def save(document: dict[str, Any], path: Path) -> None:
     Raises:
         UsageError: it cannot be written there.
     """
+    write_whole(json.dumps(document, indent=1, ensure_ascii=False) + "\n", path, "--output")
+
+
+def write_whole(text: str, path: Path, flag: str) -> None:
+    """Write a file that is seen whole or not at all.
+
+    Args:
+        flag: the option that named the path, for the message.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        temporary.write_bytes(text.encode())
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise UsageError(f"--output {path}: {error.strerror}") from error
+        raise UsageError(f"{flag} {path}: {error.strerror}") from error
 
 
 def check_writable(path: Path | None) -> None:
