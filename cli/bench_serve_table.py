@@ -40,7 +40,7 @@ def render(document: dict[str, Any]) -> RenderableType:
     if (under := results["under_prompts"]) is not None:
         cells = [digits(under[f"p{percent}_itl_ms"]) for percent in (50, 90, 99)]
         table.add_row("stream: ITL ms while prompts are computed", "", *cells)
-    lines = [_counts(summary), _throughput(summary)]
+    lines = [_counts(summary), _throughput(summary), *(_own_rate(*one) for one in results["groups"].items())]
     if summary["slo_attainment"] is not None:
         objectives = ", ".join(f"{key} {limit:g} ms" for key, limit in configuration["goodput_ms"].items())
         lines.append(
@@ -66,6 +66,11 @@ def _throughput(summary: dict[str, Any]) -> str:
         f"tok/s, {digits(summary['request_throughput'])} req/s; "
         f"prompt tokens {_count(summary['total_input_tokens'])}, cached {_count(summary['total_cached_tokens'])}"
     )
+
+
+def _own_rate(group: str, figures: dict[str, Any]) -> str:
+    """Of a group over its own time: the line above is about all of them together."""
+    return f"{group}s alone: output {digits(figures['output_throughput'])} tok/s in {figures['duration']:.1f} s"
 
 
 def _count(value: int | None) -> str:

@@ -119,6 +119,37 @@ def summarize(samples: Sequence[Sample], duration_s: float, objectives: dict[str
     return summary
 
 
+def by_group(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """Samples of each group of a workload; of one without groups, nothing."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if sample.group:
+            groups.setdefault(sample.group, []).append(sample)
+    return groups
+
+
+def summarize_groups(
+    groups: dict[str, list[Sample]], duration_s: float, objectives: dict[str, float]
+) -> dict[str, dict[str, Any]]:
+    """The figures of each group, over the time that it took itself: from its first request to its last token.
+
+    What the streams of the mixed workload give in a second must not depend on how long the prompts take beside them.
+
+    Args:
+        duration_s: of the whole load; it counts for a group in which no token arrived.
+    """
+    return {
+        group: summarize(samples, own_duration_s(samples) or duration_s, objectives)
+        for group, samples in groups.items()
+    }
+
+
+def own_duration_s(samples: Sequence[Sample]) -> float:
+    """From the first request to the last token; 0 if none arrived."""
+    begin = min(sample.sent_ms for sample in samples)
+    return max((sample.chunks_ms[-1] - begin for sample in samples if sample.chunks_ms), default=0.0) / 1e3
+
+
 def latencies_ms(good: Sequence[Sample]) -> dict[str, list[float]]:
     """All values of each of METRICS, in ms, over requests that succeeded."""
     return {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdctl.core.bench.figures import METRICS, OBJECTIVES, digits, latencies_ms
+from pdctl.core.bench.figures import METRICS, OBJECTIVES, by_group, digits, latencies_ms, own_duration_s, summarize
 from pdctl.core.bench.plots import (
     NEUTRAL,
     Draws,
@@ -93,6 +93,7 @@ def serve_words(results: Found, objectives: Found) -> tuple[str, ...]:
             f"{summary['total_cached_tokens'].count():,} of {summary['total_input_tokens'].count():,} "
             "prompt tokens were cached."
         )
+        words += _own_rates(Load.of(results))
     untold = summary["untold_output_tokens"].number()
     if untold:
         words.append(f"{untold:,.0f} answers of unknown length: they count in no throughput of tokens, in no TPOT.")
@@ -111,6 +112,17 @@ def serve_words(results: Found, objectives: Found) -> tuple[str, ...]:
     if share is not None and share > 0.5:
         words.append(f"The client used {share:.0%} of a core: it may have measured itself.")
     return tuple(words)
+
+
+def _own_rates(load: Load) -> list[str]:
+    """What each group gave over its own time; from the samples: older files have it over the time of all."""
+    words = []
+    for group, samples in by_group(load.samples).items():
+        duration_s = own_duration_s(samples)
+        if duration_s > 0 and (good := load.group(group)):
+            rate = summarize(good, duration_s, {})["output_throughput"]
+            words.append(f"{sentence(group)}s alone: output {digits(rate, 'tok/s')} in {digits(duration_s, 's')}.")
+    return words
 
 
 def summary_table(results: Found) -> Table:

@@ -3,8 +3,8 @@
     {"schema", "kind", "date_utc", "command", "machine": {...}, "configuration": {...}, "results": {...}}
 
 kind, and what `results` holds:
-    serve      {"server": {...}, "summary": {figures.summarize}, "groups": {group: summary}, "under_prompts": {...} |
-               null, "client_cpu_share", "samples": [Sample.to_json]}
+    serve      {"server": {...}, "summary": {figures.summarize}, "groups": {figures.summarize_groups},
+               "under_prompts": {...} | null, "client_cpu_share", "samples": [Sample.to_json]}
     sweep      {"server", "objectives", "target_attainment", "best_rate_per_s" | null, "is_bound",
                "points": [{"rate_per_s" | null, "summary", "meets", "samples"}]}
     compare    {"systems": [{"name", "server", "configuration", "workloads": {kind: {"rounds": [as of serve]}}}],

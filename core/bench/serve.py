@@ -7,7 +7,7 @@ from typing import Any
 
 from pdctl.core.bench import load
 from pdctl.core.bench.client import Server
-from pdctl.core.bench.figures import itls_under_prompts_ms, percentile, summarize
+from pdctl.core.bench.figures import by_group, itls_under_prompts_ms, percentile, summarize, summarize_groups
 from pdctl.core.bench.samples import Sample
 from pdctl.core.bench.workloads import PROMPT, STREAM, Workload
 
@@ -29,25 +29,15 @@ def serve(
         timeout_s=timeout_s,
         on_sample=on_sample,
     )
-    groups = {
-        group: [sample for sample in measured.samples if sample.group == group]
-        for group in dict.fromkeys(sample.group for sample in measured.samples)
-        if group
-    }
+    groups = by_group(measured.samples)
     return {
         "server": {"url": server.url, "model_id": server.model},
         "summary": summarize(measured.samples, measured.duration_s, objectives),
-        "groups": {group: summarize(samples, measured.duration_s, objectives) for group, samples in groups.items()},
+        "groups": summarize_groups(groups, measured.duration_s, objectives),
         "under_prompts": _under_prompts(groups) if workload.kind == "mixed" else None,
         "client_cpu_share": measured.client_cpu_share,
         "samples": [sample.to_json() for sample in measured.samples],
     }
-
-
-def _own_duration_s(samples: list[Sample], otherwise_s: float) -> float:
-    """From the first request of a group to its last chunk: a group's throughput does not wait for the others."""
-    ends = [sample.chunks_ms[-1] for sample in samples if sample.chunks_ms]
-    return (max(ends) - min(sample.sent_ms for sample in samples)) / 1e3 if ends else otherwise_s
 
 
 def _under_prompts(groups: dict[str, list[Sample]]) -> dict[str, float | int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from pdctl.core.bench.figures import itls_under_prompts_ms, percentile, summarize
+from pdctl.core.bench.figures import by_group, itls_under_prompts_ms, percentile, summarize, summarize_groups
 from pdctl.core.bench.results import SCHEMA
 from pdctl.core.bench.samples import Sample
 
@@ -53,10 +53,7 @@ def mixed_samples(stall_ms: float = 30.0, seed: int = 0) -> list[Sample]:
 
 def load(samples: list[Sample], objectives: dict[str, float] | None = None) -> dict[str, Any]:
     """What `bench serve` puts in `results`."""
-    groups: dict[str, list[Sample]] = {}
-    for one in samples:
-        if one.group:
-            groups.setdefault(one.group, []).append(one)
+    groups = by_group(samples)
     duration = 3.0
     under = None
     if groups:
@@ -69,7 +66,7 @@ def load(samples: list[Sample], objectives: dict[str, float] | None = None) -> d
     return {
         "server": {"url": "http://127.0.0.1:8000", "model_id": "tiny"},
         "summary": summarize(samples, duration, objectives or {}),
-        "groups": {group: summarize(found, duration, objectives or {}) for group, found in groups.items()},
+        "groups": summarize_groups(groups, duration, objectives or {}),
         "under_prompts": under,
         "client_cpu_share": 0.1,
         "samples": [one.to_json() for one in samples],

@@ -9,7 +9,16 @@ import random
 import numpy
 import pytest
 
-from pdctl.core.bench.figures import digits, itls_under_prompts_ms, meets, parse_goodput, percentile, summarize
+from pdctl.core.bench.figures import (
+    by_group,
+    digits,
+    itls_under_prompts_ms,
+    meets,
+    parse_goodput,
+    percentile,
+    summarize,
+    summarize_groups,
+)
 from pdctl.core.bench.samples import Sample
 from pdctl.transport.errors import UsageError
 
@@ -119,6 +128,27 @@ def test_peaks_are_counted_in_whole_seconds_as_vllm_does() -> None:
     summary = summarize([first, second], 3.0, {})
     assert summary["max_output_tokens_per_s"] == 2
     assert summary["max_concurrent_requests"] == 2
+
+
+def test_a_group_is_measured_over_its_own_time() -> None:
+    """Streams that end after a second give ten tokens in it, however long the prompts beside them take."""
+    stream = sample(0, 0.0, tuple(100.0 * at for at in range(1, 11)), group="stream")
+    late = sample(1, 100.0, (600.0, 1000.0), group="stream")
+    prompt = sample(2, 500.0, (20_500.0,), group="prompt")
+    nothing = sample(3, 500.0, (), group="none", error="gone", error_kind="event")
+    groups = summarize_groups(by_group([stream, late, prompt, nothing]), 21.0, {"ttft": 1e9})
+    assert list(groups) == ["stream", "prompt", "none"]
+    assert {group: figures["duration"] for group, figures in groups.items()} == {
+        "stream": 1.0,
+        "prompt": 20.0,
+        "none": 21.0,
+    }
+    assert [figures["output_throughput"] for figures in groups.values()] == [12.0, 0.05, None]
+    assert [figures["request_goodput"] for figures in groups.values()] == [2.0, 0.05, 0.0]
+    # What did not succeed gave no tokens, and took its time all the same.
+    slow = sample(4, 0.0, (3000.0,), group="stream", error="gone", error_kind="cut_off")
+    assert summarize_groups(by_group([stream, slow]), 21.0, {})["stream"]["output_throughput"] == 10 / 3
+    assert summarize_groups(by_group([sample()]), 21.0, {}) == {}
 
 
 def test_an_answer_of_unknown_length_is_told() -> None:

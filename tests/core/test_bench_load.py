@@ -13,6 +13,7 @@ from aiohttp import web
 from fake_server import DONE, FakeServer, chunk, good, running
 
 from pdctl.core.bench.client import Server, find_server
+from pdctl.core.bench.compare import figures_of
 from pdctl.core.bench.figures import summarize
 from pdctl.core.bench.serve import serve
 from pdctl.core.bench.workloads import Arrivals, Workload, make
@@ -247,6 +248,30 @@ def test_prompts_of_the_mixed_workload_wait_for_all_streams() -> None:
         "prompt": 2,
     }
     assert measured["under_prompts"]["num_gaps"] > 0
+
+
+def test_what_the_streams_give_does_not_depend_on_the_prompts_beside_them() -> None:
+    """The same streams; the second server takes a second over each prompt."""
+    for prompt_s in (0.0, 1.0):
+
+        async def answer(number: int, body: dict[str, Any], prompt_s: float = prompt_s) -> AsyncIterator[Any]:
+            if body["max_tokens"] == 1:
+                await asyncio.sleep(prompt_s)
+            async for part in good(number, body):
+                yield part
+
+        with running(FakeServer(answer)) as server:
+            measured = measure(server, workload("mixed", num_streams=2, stream_input_len=2, output_len=20))
+        streams = [one for one in measured["samples"] if one["group"] == "stream"]
+        took_ms = max(one["chunks_ms"][-1] for one in streams) - min(one["sent_ms"] for one in streams)
+        tokens_per_s = figure(measured, "output_throughput")
+        assert tokens_per_s == pytest.approx(2 * 20 / took_ms * 1e3, rel=1e-3)
+        assert measured["summary"]["duration"] >= prompt_s
+
+
+def figure(measured: dict[str, Any], key: str) -> float | None:
+    """As `compare` takes it."""
+    return next(one.of(measured) for one in figures_of("mixed") if one.key == key)
 
 
 def test_prompts_come_even_if_every_stream_fails() -> None:
