@@ -167,6 +167,7 @@ class _Answer:
         self._output_tokens: int | None = None
         self._timings: dict[str, Any] = {}
         self._finish_reason: str | None = None
+        self._finished_ms: float | None = None
         self._error: tuple[str, str] | None = None
 
     def fail(self, kind: str, why: str) -> None:
@@ -179,8 +180,7 @@ class _Answer:
             at_ms = clock.ms()
             data = line[5:].strip()
             if data == b"[DONE]":
-                if not self._chunks_ms:
-                    self.fail("empty", "the stream ended without a chunk that has choices")
+                self._end()
                 return
             chunk = json.loads(data)
             if chunk.get("error") is not None:
@@ -191,10 +191,19 @@ class _Answer:
                 on_first.set()
         self.fail("cut_off", f"the stream ended after {len(self._chunks_ms)} chunks, without [DONE]")
 
+    def _end(self) -> None:
+        if not self._chunks_ms and self._finished_ms is not None:
+            # The end token was the only one, and came with the end.
+            self._chunks_ms.append(self._finished_ms)
+        if not self._chunks_ms:
+            self.fail("empty", "the stream ended without a token")
+
     def _take(self, chunk: dict[str, Any], at_ms: float) -> None:
         if choices := chunk.get("choices"):
-            self._chunks_ms.append(at_ms)
-            self._finish_reason = choices[0].get("finish_reason") or self._finish_reason
+            if carries_token(choices[0]):
+                self._chunks_ms.append(at_ms)
+            if choices[0].get("finish_reason"):
+                self._finish_reason, self._finished_ms = choices[0]["finish_reason"], at_ms
             if (ids := choices[0].get("token_ids")) is not None:
                 self._token_ids = self._token_ids or []
                 self._token_ids.extend(ids)
@@ -221,6 +230,26 @@ class _Answer:
             error_kind=None if self._error is None else self._error[0],
             error=None if self._error is None else self._error[1],
         )
+
+
+def carries_token(choice: dict[str, Any]) -> bool:
+    """Whether a chunk brings a token, so that TTFT and ITL are told from it.
+
+    Of a completion every chunk does, by vLLM's definition. A chat also has chunks that bring none: the first often
+    only names the role, and many servers send it before they have computed anything; the last may only say why the
+    answer ended. Where the server tells token ids, they decide. Elsewhere a token is text of any kind (an answer,
+    reasoning, a call), or an empty text in a chunk that neither names a role nor ends the answer: such a token is a
+    special one, or part of a character. (`vllm bench serve` counts every chunk with choices, which is the same on
+    vLLM: it sends the role together with the first token.)
+    """
+    delta = choice.get("delta")
+    if delta is None:
+        return True
+    if choice.get("token_ids") is not None:
+        return bool(choice["token_ids"])
+    if any(value for key, value in delta.items() if key != "role"):
+        return True
+    return "role" not in delta and not choice.get("finish_reason") and delta.get("content") is not None
 
 
 def _body(server: Server, request: Request, history: tuple[int, ...], ignore_eos: bool) -> dict[str, Any]:

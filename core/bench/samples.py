@@ -20,7 +20,7 @@ class Sample:
         group: what it plays in the workload ("stream" and "prompt" of the mixed one), else "".
         due_ms: when the workload wanted it sent; a maximum of concurrency may have held it back.
         sent_ms: just before it was sent.
-        chunks_ms: arrivals of the chunks with choices.
+        chunks_ms: arrivals of the chunks that bring a token: of a completion, all that have choices.
         prompt_tokens, cached_tokens, output_tokens: the server's usage, else its token ids; None: it told neither.
         token_ids: of the answer; None: the server does not tell them.
         timings: our server's own times of its phases; empty for others.
@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def ttft_ms(self) -> float | None:
-        """From just before it was sent to the first chunk with choices."""
+        """From just before it was sent to the first chunk that brings a token."""
         return self.chunks_ms[0] - self.sent_ms if self.chunks_ms else None
 
     @property
@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def e2el_ms(self) -> float | None:
-        """To the last chunk with choices."""
+        """To the last chunk that brings a token."""
         return self.chunks_ms[-1] - self.sent_ms if self.chunks_ms else None
 
     @property

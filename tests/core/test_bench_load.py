@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from fake_server import DONE, FakeServer, chunk, good, running
 
-from pdctl.core.bench.client import Server, find_server
+from pdctl.core.bench.client import Server, carries_token, find_server
 from pdctl.core.bench.compare import figures_of
 from pdctl.core.bench.figures import summarize
 from pdctl.core.bench.serve import serve
@@ -306,6 +306,79 @@ def test_every_group_is_warmed_up_and_texts_are_others(tmp_path: Path) -> None:
     assert warm_up.endswith(" a text")
     # A text's answer ends where it ends.
     assert all("ignore_eos" not in body for body in fake.bodies)
+
+
+def _delta(delta: Any, **more: Any) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "finish_reason": None, **more}
+
+
+@pytest.mark.parametrize(
+    ("choice", "brings"),
+    [
+        # As OpenAI, vLLM, llama.cpp and we send a role, a piece of text, an end.
+        (_delta({"role": "assistant", "content": ""}), False),
+        (_delta({"role": "assistant", "content": None, "refusal": None}), False),
+        (_delta({"role": "assistant"}), False),
+        (_delta({"role": "assistant", "content": "Hel"}), True),
+        (_delta({"content": "lo"}), True),
+        (_delta({"content": ""}), True),
+        (_delta({}, finish_reason="stop"), False),
+        (_delta({"content": ""}, finish_reason="stop"), False),
+        (_delta({"content": None}, finish_reason="stop"), False),
+        (_delta({"content": "."}, finish_reason="length"), True),
+        (_delta({}), False),
+        (_delta({"reasoning_content": "Hm", "content": None}), True),
+        (_delta({"tool_calls": [{"index": 0}]}), True),
+        # Where ids are told, they decide: the end token comes without a text.
+        (_delta({"content": ""}, finish_reason="stop", token_ids=[2]), True),
+        (_delta({}, finish_reason="stop", token_ids=[]), False),
+        (_delta({"role": "assistant", "content": ""}, token_ids=None), False),
+        # A completion: every chunk with choices, as `vllm bench serve` has it.
+        ({"index": 0, "text": "", "finish_reason": "stop"}, True),
+        ({"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}, True),
+    ],
+    ids=repr,
+)
+def test_which_chunks_bring_a_token(choice: dict[str, Any], brings: bool) -> None:
+    assert carries_token(choice) is brings
+
+
+@pytest.mark.parametrize("owner", ["somebody", "pdctl"])
+def test_a_chats_first_token_is_its_first_text(tmp_path: Path, owner: str) -> None:
+    """The role comes at once and the end by itself: neither is a token."""
+
+    async def chat(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield {"choices": [_delta({"role": "assistant", "content": ""})]}
+        await asyncio.sleep(0.2)
+        for token, text in enumerate(("one", "", "two")):
+            told = {"token_ids": [token]} if owner == "pdctl" else {}
+            yield {"choices": [_delta({"content": text}, **told)]}
+        yield {"choices": [_delta({}, finish_reason="stop")]}
+        yield {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3}}
+        yield DONE
+
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "a chat"}]}\n')
+    with running(FakeServer(chat, owner=owner)) as server:
+        [sample] = measure(server, workload("jsonl", dataset=file))["samples"]
+    assert len(sample["chunks_ms"]) == sample["output_tokens"] == 3
+    assert sample["chunks_ms"][0] - sample["sent_ms"] >= 200
+    assert (sample["finish_reason"], sample["error"]) == ("stop", None)
+
+
+def test_a_chat_of_nothing_but_its_end_token_has_succeeded(tmp_path: Path) -> None:
+    async def silent(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield {"choices": [_delta({"role": "assistant", "content": ""})]}
+        if number == 0:
+            yield {"choices": [_delta({"content": ""}, finish_reason="stop")]}
+        yield DONE
+
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "a chat"}]}\n' * 2)
+    with running(FakeServer(silent, owner="somebody")) as server:
+        measured = measure(server, workload("jsonl", dataset=file, max_concurrency=1))
+    assert [len(sample["chunks_ms"]) for sample in measured["samples"]] == [1, 0]
+    assert causes(measured) == {"empty": 1}
 
 
 def test_a_turn_without_ids_has_failed() -> None:
