@@ -24,12 +24,8 @@ _ALIKE, _STEADY = 1.05, 1.25
 # A machine that is busier than this before anybody is asked does something else, too.
 _QUIET = 0.15
 _LOOK_S = 0.5
-# How good a baseline our colocated self is, in every verdict that no other server is part of.
-_BASELINE = (
-    "Colocated is pdctl's own engine, not the fastest one: beside vLLM 0.32 with its defaults (CPU, float32, 2 cores "
-    "with AVX2) it gave 0.37x the tokens/s with 8 streams, and on mixed 0.49x the streams' tokens/s with a tail 7x "
-    "lower. --url NAME=URL compares with others here."
-)
+# Of every verdict that no other server is part of: who stays colocated because of it might do better still.
+_BASELINE = "Colocated is pdctl's own engine. How another server does on this machine: --url NAME=URL."
 
 
 @dataclass(frozen=True, kw_only=True)
