@@ -65,6 +65,12 @@ def make_checkpoint(directory: Path, family: str = "Llama", **changes: object) -
     return directory
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Beside others, files that start clusters come first: they are the long ones, and what is short fills the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: "e2e" not in item.keywords)
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")

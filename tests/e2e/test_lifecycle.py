@@ -35,8 +35,6 @@ pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 120
 OUTPUT_TOKENS = 400
-# Twice each way to write a directory.
-TURNS = 10
 
 
 def options(model: Path | str, *more: str) -> list[str]:
@@ -214,8 +212,7 @@ def test_down_and_up_again_and_again(start: Any, tiny_dir: Path, tmp_path: Path)
     ]
     cluster = named(start)
     seen: set[int] = set()
-    for turn in range(TURNS):
-        model, cwd = forms[turn % len(forms)]
+    for turn, (model, cwd) in enumerate(forms):
         down = None
         if turn:
             before = processes(cluster)

@@ -26,33 +26,22 @@ TIE = 1e-3
 EDGES = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1]
 NATURAL = [
     "The capital of France is",
-    "Once upon a time, in a small village by the sea, there lived",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
     "1, 1, 2, 3, 5, 8, 13, 21,",
     "Water boils at 100 degrees Celsius because",
-    "Dear Sir or Madam,\n\nI am writing to",
     "SELECT name, COUNT(*) FROM users WHERE",
-    "The three primary colours are red,",
-    "To make a good cup of tea, first",
-    "In 1969, Neil Armstrong became the first",
     "東京は日本の首都であり、",
     "Der schnelle braune Fuchs springt über",
-    "La tour Eiffel se trouve à",
     "😀 😀 😀 😀",
     '{"name": "Alice", "age": 30, "city":',
     "# Heading\n\n- first item\n- second item\n-",
-    "She opened the door and saw",
     "The derivative of x^2 is",
-    "Photosynthesis is the process by which",
-    "If all bloops are razzies and all razzies are lazzies, then",
     "import numpy as np\n\nx = np.linspace(0, 1, 100)\ny =",
-    "Roses are red, violets are",
     "The quick brown fox jumps over the lazy dog. " * 8,
     "A" * 200,
     "Ingredients:\n- 2 eggs\n- 1 cup of flour\n- ",
     "Breaking news: scientists have discovered",
     "안녕하세요, 저는",
-    "The meaning of life, according to Douglas Adams, is",
     "for i in range(10):\n    print(",
     "Four score and seven years ago our fathers brought forth on this continent, a new nation, " * 4,
 ]
@@ -149,7 +138,7 @@ def _judge(reference: Any, prompt: list[int], ids: list[int]) -> tuple[list[int]
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("index", [1, len(EDGES) + 3, len(EDGES) + 13])
+@pytest.mark.parametrize("index", [1, len(EDGES) + 2, len(EDGES) + 7])
 def test_generate_says_the_same(
     prompts: list[list[int]], served: list[dict[str, Any]], reference: Any, index: int
 ) -> None:
@@ -199,7 +188,7 @@ def test_two_of_each_answer_as_one_of_each(
     two_of_each: Any, prompts: list[list[int]], served: list[dict[str, Any]]
 ) -> None:
     """S02: the layout is not in the answer; every daemon has had work."""
-    chosen = range(len(EDGES) - 1, len(EDGES) + 20)
+    chosen = range(len(EDGES) - 7, len(EDGES) + 13)
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda index: two_of_each.complete(prompts[index], NEW_TOKENS), chosen))
     assert [_ids(answer) for answer in answers] == [_ids(served[index]) for index in chosen]
@@ -210,7 +199,7 @@ def test_two_of_each_answer_as_one_of_each(
 
 @pytest.mark.e2e
 def test_alone_is_among_eight_others_is_after_a_kill(either: Any, prompts: list[list[int]]) -> None:
-    chosen = [prompts[index] for index in (5, 10, 12, 29)]
+    chosen = [prompts[index] for index in (5, 10, 12)]
     greedy: dict[str, Any] = {}
     sampled = {"temperature": 0.9, "seed": 11, "top_p": 0.9}
     alone = [either.ids(prompt, KILL_TOKENS, **sampled) for prompt in chosen]
@@ -243,7 +232,7 @@ def test_alone_is_among_eight_others_is_after_a_kill(either: Any, prompts: list[
         _kill_owner(either, RowState.DECODING)
         assert [one.result() for one in waiting] == alone
     # Prompts that nobody has seen, or there would be nothing to prefill; alone they are asked afterwards.
-    fresh = [[(31 * position + 17 * number) % 40000 + 100 for position in range(700)] for number in (1, 2)]
+    fresh = [[(31 * position + 17 * number) % 40000 + 100 for position in range(400)] for number in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(either.ids, prompt, 4) for prompt in fresh]
         _kill_owner(either, RowState.PREFILLING)
@@ -281,7 +270,7 @@ def test_one_prefill_and_three_decode_answer_the_same(
     """Scaled while it runs: cold, cached, cached among others, greedy and sampled in one batch."""
     scaled = two_of_each.cli("scale", "prefill=1", "decode=3")
     assert scaled.code == 0, scaled.err
-    cold = range(len(EDGES) + 20, len(prompts))
+    cold = range(len(EDGES) + 13, len(prompts))
     sampled = {"temperature": 0.9, "seed": 3, "top_k": 40}
     with ThreadPoolExecutor(12) as pool:
         first = list(pool.map(lambda index: two_of_each.complete(prompts[index], NEW_TOKENS), cold))
@@ -300,7 +289,7 @@ def test_one_prefill_and_three_decode_answer_the_same(
 @pytest.mark.e2e
 def test_a_killed_prefill_is_taken_up_where_it_was(float32_cluster: Any, prompts: list[list[int]]) -> None:
     """Its row goes on from the last committed chunk; what was computed is not computed again."""
-    prompt = [(31 * position + 17) % 40000 + 100 for position in range(700)]
+    prompt = [(31 * position + 17) % 40000 + 100 for position in range(500)]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(float32_cluster.complete, prompt, 8)
         deadline = time.monotonic() + 60
