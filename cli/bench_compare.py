@@ -100,7 +100,7 @@ def compare(
     """
     given = dict(locals())
     from pdctl.core.bench import compare as comparing
-    from pdctl.core.bench import results
+    from pdctl.core.bench import descriptors, results
     from pdctl.core.bench.machine import describe
 
     kinds = list(dict.fromkeys(workload or _KINDS))
@@ -117,6 +117,7 @@ def compare(
     # All that can be wrong with what was asked is found before minutes of measuring.
     _check_kinds(kinds)
     planned = workloads(0, 1 << 10)
+    descriptors.allow(max(one.num_at_once for one in planned))
     results.check_writable(output)
     others = [_foreign(text) for text in url or []]
     _check_names([comparing.DISAGGREGATED, comparing.COLOCATED, *(other.name for other in others)])

@@ -69,7 +69,7 @@ def engine(
     from pdctl.core import config, models
     from pdctl.core.bench import engine as measuring
     from pdctl.core.bench import results
-    from pdctl.core.bench.machine import describe
+    from pdctl.core.bench.machine import await_quiet, describe, doubts
     from pdctl.core.numerics import default_dtype
 
     if dtype not in ("auto", *config.DTYPES):
@@ -121,6 +121,7 @@ def engine(
     )
     if not plan.decode_cells() and not plan.prefill_cells():
         raise UsageError(f"nothing to measure: {plan.skipped()[0]['reason']}")
+    busy = [await_quiet(0.0)]
     with tidy_end(), bar("measuring") as show:
         result = measuring.run(plan, show)
     configuration = {
@@ -131,7 +132,7 @@ def engine(
         "chunk_tokens": chunk_tokens,
         "rounds": plan.rounds,
     }
-    document = results.document("engine", configuration, result.to_json(), machine)
+    document = results.document("engine", configuration, {**result.to_json(), "busy_share": busy}, machine)
     keep(document, output)
     if as_json:
         print_json(document)
@@ -141,6 +142,8 @@ def engine(
     for table in engine_tables(result):
         stdout_console().print(table)
     remark("Median and, in brackets, 99th percentile. Limit: reading weights and KV once, or multiplying them.")
+    for line in doubts(busy):
+        remark(line)
     for one in plan.skipped():
         what = " ".join(f"{key.replace('_', ' ')} {value}" for key, value in one.items() if key != "reason")
         remark(f"left out: {what}: {one['reason']}")

@@ -49,7 +49,7 @@ def handoff(
     """
     from pdctl.core.bench import handoff as measuring
     from pdctl.core.bench import results
-    from pdctl.core.bench.machine import describe
+    from pdctl.core.bench.machine import await_quiet, describe, doubts
     from pdctl.core.config import DTYPES
 
     if dtype not in ("auto", *DTYPES):
@@ -73,6 +73,7 @@ def handoff(
         timeout_s=timeout,
     )
     done = 0
+    busy = [await_quiet(0.0)]
     with tidy_end(), bar("handing over") as show:
 
         def advance() -> None:
@@ -82,7 +83,7 @@ def handoff(
 
         result = measuring.run(plan, advance)
     configuration = {"tokens": plan.tokens, "rounds": rounds, "timeout_s": timeout}
-    document = results.document("handoff", configuration, result.to_json(), machine)
+    document = results.document("handoff", configuration, {**result.to_json(), "busy_share": busy}, machine)
     keep(document, output)
     if as_json:
         print_json(document)
@@ -92,6 +93,8 @@ def handoff(
         for table in handoff_tables(result):
             stdout_console().print(table)
         remark("Median and, in brackets, 99th percentile in ms; below it, times pdctl's median.")
+    for line in doubts(busy):
+        remark(line)
     for name, how in result.not_installed.items():
         remark(f"{name}: not installed ({how})")
     if result.failed:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def handoff_tables(result: HandoffResult) -> list[Table]:
-    """One table on an idle machine, one beside the load; a row a length, a column a transport."""
+    """One table as the machine is, one beside the load; a row a length, a column a transport."""
     from rich.table import Table
 
     g = result.geometry

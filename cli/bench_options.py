@@ -90,7 +90,7 @@ RequestTimeoutOption = Annotated[
 ]
 
 
-def workload_of(kind: str, given: dict[str, Any], *, vocab_size: int) -> Workload:
+def workload_of(kind: str, given: dict[str, Any], *, vocab_size: int | None) -> Workload:
     """The workload that a command's options (by parameter name) ask for."""
     from pdctl.core.bench.workloads import Arrivals, make
 

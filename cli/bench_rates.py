@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def find(
     server: Server,
-    vocab_size: int,
+    vocab_size: int | None,
     given: dict[str, Any],
     objectives: dict[str, float],
     machine: dict[str, Any],

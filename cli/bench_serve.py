@@ -87,8 +87,6 @@ def serve(
     machine = describe()
     server = server_of(base_url, model, api_key_file, name, state_dir)
     vocabulary = vocab_size or server.vocab_size
-    if vocabulary is None:
-        raise UsageError(f"{server.url}: does not tell its vocabulary", hint="--vocab-size N, as in its config.json")
     if find_rate:
         from pdctl.cli.bench_rates import find
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from pdctl.core.numerics import environment, numerics
 # Before torch is loaded by anybody: the arithmetic that daemons use.
 os.environ.update(environment(numerics("float32")))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell's background has SIGINT ignored, and hands that on to whatever is started: here Ctrl-C is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = {
     "hidden_size": 64,
@@ -66,7 +71,7 @@ def make_checkpoint(directory: Path, family: str = "Llama", **changes: object) -
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Beside others, files that start clusters come first: they are the long ones, and what is short fills the end."""
+    """Beside others, files that start clusters come first: they take long, and what is short fills the end."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: "e2e" not in item.keywords)
 

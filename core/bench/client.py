@@ -6,7 +6,9 @@ aiohttp, because a client that is slow to read measures itself. Makes samples; k
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,8 +148,12 @@ async def ask(
     except TimeoutError:
         answer.fail("timeout", f"not complete after {clock.ms() - sent_ms:.0f} ms")
     except (aiohttp.ClientError, OSError) as error:
-        kind = "cut_off" if isinstance(error, aiohttp.ClientPayloadError) else "connection"
-        answer.fail(kind, _reason(error))
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            answer.fail("open_files", f"this client may have {limit} open files (ulimit -n): lower --max-concurrency")
+        else:
+            kind = "cut_off" if isinstance(error, aiohttp.ClientPayloadError) else "connection"
+            answer.fail(kind, _reason(error))
     except (ValueError, TypeError, AttributeError, LookupError, HttpProcessingError) as error:
         answer.fail("malformed", f"a chunk of another shape: {_reason(error)}")
     finally:

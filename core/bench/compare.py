@@ -9,21 +9,18 @@ highest. Knows servers, not how they were started.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdctl.core.bench.client import Server
+from pdctl.core.bench.machine import await_quiet, doubts
 from pdctl.core.bench.serve import serve
 from pdctl.core.bench.workloads import STREAM, Workload
 
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 # A figure that differs less than this is called equal, if it does not spread by more than that.
 _ALIKE, _STEADY = 1.05, 1.25
-# A machine that is busier than this before anybody is asked does something else, too.
-_QUIET = 0.15
-_LOOK_S = 0.5
 # Of every verdict that no other server is part of: who stays colocated because of it might do better still.
 _BASELINE = "Colocated is pdctl's own engine. How another server does on this machine: --url NAME=URL."
 
@@ -127,7 +124,7 @@ def compare(
             turn = number % len(systems)
             for system in (*systems[turn:], *systems[:turn]):
                 on_begin(number, system.name, workload)
-                busy.append(_await_quiet(quiet_wait_s))
+                busy.append(await_quiet(quiet_wait_s))
                 result = serve(
                     system.server,
                     workload,
@@ -153,21 +150,6 @@ def compare(
         "busy_share": busy,
         "verdict": [*verdict(ratios, equality, systems[0].name), *_doubts(measured, busy)],
     }
-
-
-def _await_quiet(wait_s: float) -> float:
-    """Wait until those who were asked before have come to rest.
-
-    Returns:
-        How busy the machine is then, of all its cores.
-    """
-    import psutil
-
-    deadline = time.monotonic() + wait_s
-    while True:
-        share = float(psutil.cpu_percent(_LOOK_S)) / 100
-        if share <= _QUIET or time.monotonic() > deadline:
-            return share
 
 
 def _ratios(measured: dict[str, Any], first: str) -> dict[str, Any]:
@@ -287,10 +269,4 @@ def _doubts(measured: dict[str, Any], busy: list[float]) -> list[str]:
             failed = sum(one["summary"]["failed"] for one in entry["rounds"])
             if failed:
                 lines.append(f"{name}: {failed} requests of {kind} failed; those rounds are in no ratio.")
-    loud = sum(share > _QUIET for share in busy)
-    if loud:
-        lines.append(
-            f"Before {loud} of {len(busy)} turns the machine was busy (up to {max(busy):.0%} of its cores) with "
-            "something else: the figures are not to be trusted."
-        )
-    return lines
+    return [*lines, *doubts(busy)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from pdctl.core.bench import descriptors
 from pdctl.core.bench.client import Clock, Server, ask, session
 from pdctl.core.bench.samples import Sample
 from pdctl.core.bench.workloads import Conversation, Request, Stage, Workload
@@ -56,9 +57,11 @@ def run(
         on_sample: called at the end of each request, in the order they end.
 
     Raises:
+        CapacityError: more requests at once than this process may have connections.
         IncompatibleError: the workload goes on from its answers' token ids, which this server does not tell.
         PdctlError: a warm-up failed: there is nothing to measure.
     """
+    descriptors.allow(workload.num_at_once)
     if workload.needs_token_ids and not server.tells_token_ids:
         raise IncompatibleError(
             f"{server.url}: tells no token ids (return_token_ids), which the next turn of a conversation is made of",
@@ -74,12 +77,15 @@ def _warmups(workload: Workload, number: int) -> list[Request]:
     return [_another(request, workload.configuration["vocab_size"]) for request in firsts.values()] * number
 
 
-def _another(request: Request, vocab_size: int) -> Request:
+def _another(request: Request, vocab_size: int | None) -> Request:
     """A prompt as long, with a beginning that no other has, and a short answer."""
     source = random.SystemRandom()
     request = dataclasses.replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
     if request.token_ids is not None:
-        ids = tuple(source.randrange(vocab_size) for _ in request.token_ids)
+        # Where nobody knows the vocabulary, its own ids in another order.
+        ids = tuple(
+            source.choices(request.token_ids if vocab_size is None else range(vocab_size), k=len(request.token_ids))
+        )
         return dataclasses.replace(request, token_ids=ids)
     number = source.getrandbits(32)
     if request.text is not None:

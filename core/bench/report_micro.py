@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdctl.core.bench.figures import digits
+from pdctl.core.bench.machine import doubts
 from pdctl.core.bench.plots import Draws, Plot, Table, Trace
 from pdctl.core.bench.reading import Found, printable
 
@@ -29,6 +30,12 @@ class _Cell:
         return statistics.median(self.times_ms) if self.times_ms else None
 
 
+def _doubts(results: Found) -> list[str]:
+    """Whether the machine did something else; older files do not tell."""
+    busy = results["busy_share"]
+    return [] if busy.is_missing else doubts([share.measured() for share in busy])
+
+
 def _cells(results: Found) -> list[_Cell]:
     return [
         _Cell(
@@ -45,8 +52,8 @@ def _cells(results: Found) -> list[_Cell]:
 
 def handoff_words(results: Found) -> tuple[str, ...]:
     """Our own way at the shortest and the longest, what the others take there, and who is not there."""
-    idle = [cell for cell in _cells(results) if not cell.load and cell.times_ms]
-    own = sorted((cell for cell in idle if cell.transport == OWN), key=lambda cell: cell.tokens)
+    plain = [cell for cell in _cells(results) if not cell.load and cell.times_ms]
+    own = sorted((cell for cell in plain if cell.transport == OWN), key=lambda cell: cell.tokens)
     words = []
     if own:
         words.append(
@@ -55,13 +62,14 @@ def handoff_words(results: Found) -> tuple[str, ...]:
                 f"{cell.tokens:,} tokens ({_size(cell.num_bytes)}) in {digits(cell.median_ms, 'ms')}"
                 for cell in dict.fromkeys((own[0], own[-1]))
             )
-            + " (median, idle machine)."
+            + " (median)."
         )
-        others = [cell for cell in idle if cell.tokens == own[-1].tokens and cell.transport != OWN and cell.ratio]
+        others = [cell for cell in plain if cell.tokens == own[-1].tokens and cell.transport != OWN and cell.ratio]
         if others:
             told = ", ".join(f"{cell.transport} {digits(cell.ratio)}x" for cell in others)
             words.append(f"At {own[-1].tokens:,} tokens, times its median: {told}.")
-    if not idle:
+    words += _doubts(results)
+    if not plain:
         words.append("Nothing was measured: there is nothing to draw.")
     words += [f"{one['transport'].text()} failed: {one['error'].shown()}" for one in results["failed"]]
     words += [
@@ -87,7 +95,7 @@ def handoff_table(results: Found) -> Table:
 
 
 def handoff_plots(results: Found) -> tuple[Plot, ...]:
-    """Time over length, idle and beside a load, with the same axes."""
+    """Time over length, without and beside a load of our own, with the same axes."""
     cells = _cells(results)
     positive = [time for cell in cells for time in cell.times_ms if time > 0]
     if not positive:
@@ -95,7 +103,7 @@ def handoff_plots(results: Found) -> tuple[Plot, ...]:
     y_range = (min(positive) / 1.5, max(positive) * 1.5)
     load_gb = results["load_gb_per_s"].number()
     beside = "" if load_gb is None else f" of {digits(load_gb)} GB/s"
-    titles = {False: "Hand-over, idle machine", True: f"Hand-over beside a memory load{beside}"}
+    titles = {False: "Hand-over", True: f"Hand-over beside a memory load{beside}"}
     return tuple(
         Plot(
             title=title,
@@ -212,6 +220,7 @@ def engine_words(results: Found) -> tuple[str, ...]:
             f"{digits(limits['read_gb_per_s'].number(), 'GB/s')}, computing "
             f"{digits(limits['compute_gflop_per_s'].number(), 'GFLOP/s')}."
         )
+    words += _doubts(results)
     words += [f"Left out: {one.shown()}" for one in results["skipped"]]
     return tuple(words)
 

@@ -12,8 +12,8 @@ kind, and what `results` holds:
                "token_equality": {"systems", "compared", "equal", "first_difference" | null},
                "ratios": {kind: {system: {figure: {"median", "lowest", "highest", "num_rounds"} | null}}},
                "busy_share": [of all cores before each turn], "verdict": [text]}
-    handoff    see handoff.py
-    engine     see engine.py
+    handoff    see handoff.py; and "busy_share": [of all cores, before it began]
+    engine     see engine.py; and "busy_share"
 """
 
 from __future__ import annotations

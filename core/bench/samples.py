@@ -25,7 +25,7 @@ class Sample:
         token_ids: of the answer; None: the server does not tell them.
         timings: our server's own times of its phases; empty for others.
         error: why it failed; None: it did not.
-        error_kind: http_<status>, connection, timeout, event, cut_off, empty, malformed or no_token_ids.
+        error_kind: http_<status>, connection, open_files, timeout, event, cut_off, empty, malformed or no_token_ids.
     """
 
     index: int

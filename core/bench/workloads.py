@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,17 @@ class Workload:
         return self.kind not in _DATASETS
 
     @property
+    def num_at_once(self) -> int:
+        """Requests that will be under way together, whatever the server does: arrivals at a rate depend on it."""
+        return sum(
+            min(
+                max(Counter(talk.due_s for talk in stage.conversations).values(), default=0),
+                stage.max_concurrency or len(stage.conversations),
+            )
+            for stage in self.stages
+        )
+
+    @property
     def needs_token_ids(self) -> bool:
         """Whether an answer's ids become part of the next prompt."""
         return any(len(talk.requests) > 1 for stage in self.stages for talk in stage.conversations)
@@ -135,7 +147,7 @@ def make(
     kind: str,
     *,
     seed: int,
-    vocab_size: int,
+    vocab_size: int | None,
     num_prompts: int,
     input_len: int,
     output_len: int,
@@ -156,6 +168,7 @@ def make(
             `stream_input_len` ids and `output_len` output tokens, and, once all of them stream, `num_prompts` prompts
             of `input_len` ids that want one token. jsonl, sharegpt: from `dataset`.
         output_len: tokens of each answer.
+        vocab_size: how many ids random ones are drawn from; None: not known, for workloads that need none.
 
     Raises:
         UsageError: such a workload cannot be.
@@ -164,6 +177,11 @@ def make(
     source = random.Random(f"{kind} {seed}")
 
     def ids(number: int) -> tuple[int, ...]:
+        if vocab_size is None:
+            raise UsageError(
+                f"--workload {kind}: asks random token ids, and the server does not tell its vocabulary",
+                hint="--vocab-size N, as in the model's config.json",
+            )
         return tuple(source.randrange(vocab_size) for _ in range(number))
 
     configuration: dict[str, Any] = {

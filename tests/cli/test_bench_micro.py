@@ -59,6 +59,20 @@ def test_json_on_stdout_and_in_a_file(
     assert results.load(file) == document
 
 
+def test_a_busy_machine_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, planned: list[engine.Plan]
+) -> None:
+    """As `compare` does; and no figure says that the machine was idle."""
+    shares = [100.0, 2.0, 100.0]
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: shares.pop(0))
+    model, small = str(make_model(tmp_path / "tiny")), [*SMALL, "--transports", "pdctl"]
+    for arguments, is_busy in ((small, True), (small, False), (["bench", "engine", "--model", model], True)):
+        assert pdctl(monkeypatch, *arguments) == 0
+        out, err = capsys.readouterr()
+        assert ("the machine was busy (100% of its cores)" in err) is is_busy
+        assert "idle" not in out + err
+
+
 def test_what_fails_is_an_error_and_what_is_not_there_is_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

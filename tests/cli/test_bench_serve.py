@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeServer, good, running
+from fake_server import DONE, WATCHDOG_S, FakeServer, good, running, usage
 
 from pdctl.core.bench import results
 from pdctl.core.bench.machine import describe
@@ -19,13 +21,16 @@ from pdctl.transport.errors import IncompatibleError, NotFoundError, UsageError
 SMALL = ["-n", "4", "--input-len", "5", "--output-len", "3"]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, open_files: tuple[int, int] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run it to its end; `open_files`: its soft and hard limit."""
+    limit = None if open_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
     return subprocess.run(
         [sys.executable, "-m", "pdctl.cli", "bench", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+        preexec_fn=limit,
     )
 
 
@@ -75,6 +80,76 @@ def test_json_has_vllms_keys() -> None:
     assert keys <= summary.keys()
     assert "samples" not in document["results"]
     assert done.stderr == ""
+
+
+def test_texts_need_no_vocabulary(tmp_path: Path) -> None:
+    """Of a server that does not tell it, only where random ids are asked."""
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "a text"}\n{"prompt": [5, 6, 7]}\n{"messages": [{"role": "user", "content": "x"}]}\n')
+    other = FakeServer(texts, owner="somebody")
+    with running(other) as server:
+        done = bench("serve", "--base-url", server.url, "-w", "jsonl", "--dataset", str(file))
+        random = bench("serve", "--base-url", server.url, *SMALL)
+        told = bench("serve", "--base-url", server.url, *SMALL, "--vocab-size", "9")
+    assert done.returncode == 0, done.stderr
+    assert "3 ok, 0 failed" in done.stdout
+    assert (random.returncode, random.stdout) == (2, "")
+    assert "does not tell its vocabulary" in random.stderr and "--vocab-size N" in random.stderr
+    assert told.returncode == 0, told.stderr
+    assert all(token < 9 for body in other.bodies[-4:] for token in body["prompt"])
+
+
+async def texts(number: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+    piece = {"text": "x"} if "prompt" in body else {"delta": {"content": "x"}}
+    yield {"choices": [{"index": 0, **piece}]}
+    yield usage(3, 1)
+    yield DONE
+
+
+def all_at_once(number: int) -> FakeServer:
+    """It answers nobody before so many have asked."""
+    begun, met = [0], asyncio.Event()
+
+    async def answer(_: int, body: dict[str, Any]) -> AsyncIterator[Any]:
+        begun[0] += 1
+        if begun[0] == number:
+            met.set()
+        await asyncio.wait_for(met.wait(), WATCHDOG_S)
+        async for part in good(0, body):
+            yield part
+
+    return FakeServer(answer)
+
+
+MANY = ["-n", "100", "--input-len", "2", "--output-len", "2", "--num-warmups", "0"]
+
+
+def test_as_many_connections_as_the_system_allows() -> None:
+    """The limit that a shell sets is no limit: only the hard one is."""
+    with running(all_at_once(100)) as server:
+        done = bench("serve", "--base-url", server.url, *MANY, open_files=(80, 400))
+    assert done.returncode == 0, done.stderr
+    assert "100 ok, 0 failed" in done.stdout
+
+
+def test_too_few_open_files_are_named() -> None:
+    with running(FakeServer(good)) as server:
+        refused = bench("serve", "--base-url", server.url, *MANY, open_files=(80, 80))
+        compared = bench("compare", "-n", "100", open_files=(80, 80))
+        advised = bench("serve", "--base-url", server.url, *MANY, "-c", "16", open_files=(80, 80))
+    for done in (refused, compared):
+        assert (done.returncode, done.stdout) == (5, "")
+        assert "at once: want" in done.stderr and "open files, this process may have 80 (ulimit -Hn)" in done.stderr
+    assert "--max-concurrency 16" in refused.stderr
+    assert "100 ok, 0 failed" in advised.stdout, advised.stderr
+    # At a rate nobody knows before how many there will be; here all of them, since none is answered.
+    with running(all_at_once(100)) as server:
+        late = bench(
+            "serve", "--base-url", server.url, *MANY, "-r", "500", "--timeout", "3", "--json", open_files=(80, 80)
+        )
+    assert late.returncode == 1
+    told = {one["kind"]: one["first"] for one in json.loads(late.stdout)["results"]["summary"]["errors_by_kind"]}
+    assert told["open_files"] == "this client may have 80 open files (ulimit -n): lower --max-concurrency"
 
 
 def test_failed_requests_end_it_with_1() -> None:

@@ -188,6 +188,7 @@ def handoff_document() -> dict[str, Any]:
             "geometry": {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "dtype": "bfloat16"},
             "rounds": 7,
             "load_gb_per_s": 12.5,
+            "busy_share": [0.02],
             "cells": cells,
             "failed": [{"transport": "mooncake", "error": "no route"}],
             "not_installed": [{"transport": "nixl", "install": "pip install nixl-cu12"}],
@@ -236,6 +237,7 @@ def engine_document() -> dict[str, Any]:
                 {"batch": 1, "context": 256, "step_ms": 22.0, "timers_ms": 0.5,
                  "phases_ms": {"linear": 15.0, "attention": 5.0, "sample": 2.5}},
             ],
+            "busy_share": [0.9],
             "skipped": [{"batch": 8, "context": 65536, "reason": "65540 positions, a row holds 8192"}],
         },
     )  # fmt: skip

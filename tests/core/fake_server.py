@@ -25,6 +25,7 @@ class FakeServer:
     """
 
     def __init__(self, answer: Callable[[int, dict[str, Any]], AsyncIterator[Any]], owner: str = "pdctl") -> None:
+        """owner: "pdctl" tells token ids and its vocabulary; somebody else does not."""
         self._answer = answer
         self._owner = owner
         self._now = 0
@@ -34,7 +35,8 @@ class FakeServer:
         self.url = ""
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m", "owned_by": self._owner, "vocab_size": 50}]})
+        told = {"vocab_size": 50} if self._owner == "pdctl" else {}
+        return web.json_response({"data": [{"id": "m", "owned_by": self._owner, **told}]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         number = len(self.bodies)

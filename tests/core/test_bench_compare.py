@@ -19,6 +19,7 @@ from pdctl.core.bench.compare import (
     token_equality,
     verdict,
 )
+from pdctl.core.bench.machine import doubts
 from pdctl.core.bench.sweep import MAX_POINTS, find_rate
 from pdctl.core.bench.workloads import Arrivals, Workload, make
 
@@ -108,7 +109,8 @@ def test_a_round_in_which_one_failed_is_in_no_ratio() -> None:
 def test_a_busy_machine_is_told() -> None:
     assert _doubts({}, [0.0, 0.1]) == []
     (line,) = _doubts({}, [0.1, 0.5, 0.9])
-    assert "Before 2 of 3 turns" in line and "90%" in line
+    assert "Before 2 of 3 turns" in line and "up to 90%" in line
+    assert doubts([0.9])[0].startswith("Before it began the machine was busy (90% of its cores)")
 
 
 def ratio(median: float, low: float, high: float) -> dict[str, float]:

@@ -244,7 +244,7 @@ def test_ratios_have_their_spread_and_the_verdict_comes_first() -> None:
 def test_a_hand_over_has_a_line_a_transport_and_a_dot_a_round() -> None:
     document = made.handoff_document()
     figures = figures_of(document)
-    for title, load in (("Hand-over, idle machine", False), ("Hand-over beside a memory load of 12.5 GB/s", True)):
+    for title, load in (("Hand-over", False), ("Hand-over beside a memory load of 12.5 GB/s", True)):
         figure = figures[title]
         assert (figure["layout"]["xaxis"]["type"], figure["layout"]["yaxis"]["type"]) == ("log", "log")
         for name in ("pdctl", "memcpy", "pipe"):
@@ -262,6 +262,13 @@ def test_a_hand_over_has_a_line_a_transport_and_a_dot_a_round() -> None:
     words = page_of(document).words
     assert "mooncake failed: no route" in words
     assert "nixl is not installed: pip install nixl-cu12" in words
+    assert "(median)." in words and "busy" not in words
+    # Nobody says "idle" of a machine that was not.
+    document["results"]["busy_share"] = [0.8]
+    words = page_of(document).words
+    assert "idle" not in words and "the machine was busy (80% of its cores)" in words
+    del document["results"]["busy_share"]
+    assert "idle" not in page_of(document).words
 
 
 @pytest.mark.usefixtures("light")
@@ -277,7 +284,9 @@ def test_an_engine_is_drawn_against_its_limits() -> None:
     rate = traces_of(figures["Prefill"])
     assert rate["prefill"]["y"] == pytest.approx([one["tokens_per_s"] for one in document["results"]["prefill"]])
     assert rate["the machine's limit (of each colour)"]["y"] == pytest.approx([2000.0, 2000.0])
-    assert "65540 positions, a row holds 8192" in page_of(document).words
+    words = page_of(document).words
+    assert "65540 positions, a row holds 8192" in words
+    assert "the machine was busy (90% of its cores)" in words
 
 
 @pytest.mark.usefixtures("light")

@@ -1,15 +1,13 @@
-"""`pdctl bench` on real clusters: the quick table, and the comparison that starts two of its own."""
+"""`pdctl bench compare` with real clusters of its own; the quick table of a running one: test_load.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -102,16 +100,3 @@ def test_however_a_comparison_ends_its_clusters_go(
             [sys.executable, "-m", "pdctl.cli", "gc", "--state-dir", str(state_dir)], check=True, timeout=60
         )
     assert_nothing_is_left(state_dir)
-
-
-def test_the_quick_table(start: Any, tiny_dir: Path) -> None:
-    """S60: one token has no time per token, and nothing is divided by it."""
-    cluster = start("--model", str(tiny_dir), "--dtype", "float32", "--kv-blocks", "256")
-    table = cluster.cli("bench", "-n", "2", "--prompt-tokens", "40", "--max-tokens", "4")
-    assert table.code == 0, table.err
-    assert "hand-over" in table.out and "2 / 0" in table.out
-    single = cluster.cli("bench", "-n", "2", "--prompt-tokens", "2", "--max-tokens", "1", "--json")
-    phases = json.loads(single.out)["phases"]
-    assert [phase["num_ok"] for phase in phases] == [2, 2]
-    assert [phase["tpot_ms"] for phase in phases] == [None, None]
-    assert all(phase["ttft_ms"]["p50"] > 0 for phase in phases)

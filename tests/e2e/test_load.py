@@ -322,6 +322,18 @@ def test_any_bytes_are_valid_answers(cluster: Any) -> None:
             assert answer["error"]["message"]
 
 
+def test_bench_alone_measures_the_running_cluster(cluster: Any) -> None:
+    """S60: one token has no time per token, and nothing is divided by it."""
+    table = cluster.cli("bench", "-n", "2", "--prompt-tokens", "40", "--max-tokens", "4")
+    assert table.code == 0, table.err
+    assert "hand-over" in table.out and "2 / 0" in table.out
+    single = cluster.cli("bench", "-n", "2", "--prompt-tokens", "2", "--max-tokens", "1", "--json")
+    phases = json.loads(single.out)["phases"]
+    assert [phase["num_ok"] for phase in phases] == [2, 2]
+    assert [phase["tpot_ms"] for phase in phases] == [None, None]
+    assert all(phase["ttft_ms"]["p50"] > 0 for phase in phases)
+
+
 # --- given up ------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,10 @@ from pdctl.transport.segment import Role, open_to_look, take_snapshot
 
 BLOCK = 16
 CHUNK = 64
-NEW_TOKENS = 16
-KILL_TOKENS = 16
+NEW_TOKENS = 12
+KILL_TOKENS = 12
+# Of the model in clusters that are compared with each other: its layers are all alike.
+NUM_LAYERS = 6
 # No id lies further below the largest logit: then it is a tie, which roundings decide.
 TIE = 1e-3
 
@@ -162,18 +164,42 @@ def test_generate_says_the_same(
 
 
 @pytest.fixture(scope="module")
-def two_of_each(start_shared: Any, smollm_dir: Path) -> Any:
-    """Two prefill and two decode daemons, with other chunks than the cluster above and local prefill on."""
+def short_dir(smollm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model's first layers: its shapes and its vocabulary, in a third of the time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("short") / "smollm"
+    AutoModelForCausalLM.from_pretrained(smollm_dir, num_hidden_layers=NUM_LAYERS).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(smollm_dir).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served_by_one(start_shared: Any, short_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What one prefill and one decode daemon say to every prompt; they are gone then."""
+    one_of_each = start_shared(
+        "--model", str(short_dir), "--dtype", "float32", "--chunk-tokens", str(CHUNK), "--kv-gib", "0.1",
+        "--local-prefill-tokens", "0", "--max-context", "2048",
+    )  # fmt: skip
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda prompt: one_of_each.ids(prompt, NEW_TOKENS), prompts))
+    one_of_each.down()
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_of_each(start_shared: Any, short_dir: Path) -> Any:
+    """Two prefill and two decode daemons, with other chunks than that one and local prefill on."""
     return start_shared(
-        "--model", str(smollm_dir), "--dtype", "float32", "--chunk-tokens", "48", "--kv-gib", "0.5",
+        "--model", str(short_dir), "--dtype", "float32", "--chunk-tokens", "48", "--kv-gib", "0.1",
         "--max-context", "2048", "--prefill", "2", "--decode", "2",
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def bfloat16_cluster(start_shared: Any, smollm_dir: Path) -> Any:
+def bfloat16_cluster(start_shared: Any, short_dir: Path) -> Any:
     return start_shared(
-        "--model", str(smollm_dir), "--dtype", "bfloat16", "--chunk-tokens", "48", "--kv-gib", "0.5",
+        "--model", str(short_dir), "--dtype", "bfloat16", "--chunk-tokens", "48", "--kv-gib", "0.1",
         "--max-context", "2048",
     )  # fmt: skip
 
@@ -185,13 +211,13 @@ def either(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.e2e
 def test_two_of_each_answer_as_one_of_each(
-    two_of_each: Any, prompts: list[list[int]], served: list[dict[str, Any]]
+    two_of_each: Any, prompts: list[list[int]], served_by_one: list[list[int]]
 ) -> None:
     """S02: the layout is not in the answer; every daemon has had work."""
     chosen = range(len(EDGES) - 7, len(EDGES) + 13)
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda index: two_of_each.complete(prompts[index], NEW_TOKENS), chosen))
-    assert [_ids(answer) for answer in answers] == [_ids(served[index]) for index in chosen]
+    assert [_ids(answer) for answer in answers] == [served_by_one[index] for index in chosen]
     decoders = {answer["timings"]["decode_slot"] for answer in answers}
     assert decoders == {slot for slot, _ in two_of_each.slots(Role.DECODE)}
     assert sum(answer["timings"]["local_tokens"] for answer in answers) > 0
@@ -227,15 +253,17 @@ def test_alone_is_among_eight_others_is_after_a_kill(either: Any, prompts: list[
         assert all(other.result() >= 1 for other in others)
     assert (among, among_greedy) == (alone[:2], alone_greedy)
 
-    with ThreadPoolExecutor(len(chosen)) as pool:
+    with ThreadPoolExecutor(len(chosen) + 1) as pool:
+        killed = pool.submit(_kill_owner, either, RowState.DECODING)
         waiting = [pool.submit(either.ids, prompt, KILL_TOKENS, **sampled) for prompt in chosen]
-        _kill_owner(either, RowState.DECODING)
+        killed.result()
         assert [one.result() for one in waiting] == alone
     # Prompts that nobody has seen, or there would be nothing to prefill; alone they are asked afterwards.
-    fresh = [[(31 * position + 17 * number) % 40000 + 100 for position in range(400)] for number in (1, 2)]
-    with ThreadPoolExecutor(2) as pool:
+    fresh = [[(31 * position + 17 * number) % 40000 + 100 for position in range(800)] for number in (1, 2)]
+    with ThreadPoolExecutor(3) as pool:
+        killed = pool.submit(_kill_owner, either, RowState.PREFILLING)
         waiting = [pool.submit(either.ids, prompt, 4) for prompt in fresh]
-        _kill_owner(either, RowState.PREFILLING)
+        killed.result()
         after_a_kill = [one.result() for one in waiting]
     assert after_a_kill == [either.ids(prompt, 4) for prompt in fresh]
 
@@ -265,7 +293,7 @@ def _kill_owner(cluster: Any, state: RowState) -> None:
 
 @pytest.mark.e2e
 def test_one_prefill_and_three_decode_answer_the_same(
-    two_of_each: Any, prompts: list[list[int]], served: list[dict[str, Any]]
+    two_of_each: Any, prompts: list[list[int]], served_by_one: list[list[int]]
 ) -> None:
     """Scaled while it runs: cold, cached, cached among others, greedy and sampled in one batch."""
     scaled = two_of_each.cli("scale", "prefill=1", "decode=3")
@@ -277,8 +305,8 @@ def test_one_prefill_and_three_decode_answer_the_same(
         alone = two_of_each.ids(prompts[12], NEW_TOKENS, **sampled)
         again = [pool.submit(two_of_each.complete, prompts[index], NEW_TOKENS) for index in (*cold, *range(8, 11))]
         mixed = [pool.submit(two_of_each.ids, prompts[12], NEW_TOKENS, **sampled) for _ in range(2)]
-    assert [_ids(answer) for answer in first] == [_ids(served[index]) for index in cold]
-    assert [_ids(one.result()) for one in again] == [_ids(served[index]) for index in (*cold, *range(8, 11))]
+    assert [_ids(answer) for answer in first] == [served_by_one[index] for index in cold]
+    assert [_ids(one.result()) for one in again] == [served_by_one[index] for index in (*cold, *range(8, 11))]
     assert [one.result() for one in mixed] == [alone, alone]
     decoders = {one.result()["timings"]["decode_slot"] for one in again}
     decoders |= {answer["timings"]["decode_slot"] for answer in first}
