@@ -20,6 +20,7 @@ _PHASES = {
     "download": "Downloading",
     "convert": "Converting",
     "save": "Saving",
+    "check": "Reading the model's files",
 }
 _LINE_STEP_PERCENT = 25
 

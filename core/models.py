@@ -17,7 +17,6 @@ from typing import Any, Final
 from pdctl.core.checkpoint import (
     PLAIN_NAME,
     WEIGHTS,
-    WEIGHTS_INDEX,
     ModelConfig,
     first_line,
     indexed_shards,
@@ -36,6 +35,7 @@ from pdctl.core.model_cache import (
     tree_bytes,
 )
 from pdctl.core.pull import EMBEDDED, Progress, pull
+from pdctl.core.weights.fingerprint import SMALL_FILES
 from pdctl.transport.errors import CapacityError, NotFoundError, PdctlError, UsageError
 
 
@@ -59,21 +59,6 @@ class StoredModel:
 
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-# Everything but the weights.
-_SMALL_FILES: Final = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    WEIGHTS_INDEX,
-)
 
 
 def resolve(model: str, progress: Progress | None = None, allow_pull: bool = True) -> ResolvedModel:
@@ -208,7 +193,7 @@ def _hub_snapshot(repo_id: str, progress: Progress | None, allow_download: bool)
         return Path(
             huggingface_hub.snapshot_download(
                 repo_id,
-                allow_patterns=[*_SMALL_FILES, *weights],
+                allow_patterns=[*SMALL_FILES, *weights],
                 local_files_only=local_only,
                 tqdm_class=_reporting_tqdm(progress),
             )

@@ -336,6 +336,7 @@ class Supervisor:
             elif "loaded" in told:
                 self._loaded = True
                 self._zygote.ready = True
+                self._note_trouble(self._zygote, None)
                 emit(event="stage", name="weights", state="done")
                 for child in self._daemons:
                     if child.handle is None and not child.gave_up:
@@ -346,6 +347,7 @@ class Supervisor:
                         self._watch(child, told["forked"])
             elif "error" in told:
                 _log.error("zygote: %s", told["error"])
+                self._note_trouble(self._zygote, told["error"])
                 if not self._announced:
                     raise PdctlError(
                         f"loading {self._spec.model_path}: {told['error']}", hint=self.hint("logs zygote")
@@ -357,6 +359,7 @@ class Supervisor:
                 continue
             if self._stands(child, ParticipantState.READY) or self.is_drained(child):
                 child.ready = True
+                self._note_trouble(child, None)
                 self._note_proof(child)
                 seconds = time.monotonic() - child.started
                 _log.info("%s: ready after %.2f s", child.name, seconds)
@@ -505,8 +508,17 @@ class Supervisor:
     def _note_who_gave_up(self) -> None:
         """Into state.json, for `pdctl status`."""
         gave_up = {child.name: child.quick_deaths for child in self.children if child.gave_up}
-        if gave_up != self._state.gave_up:
-            self._state = replace(self._state, gave_up=gave_up)
+        self._note(gave_up=gave_up)
+
+    def _note_trouble(self, child: Child, words: str | None) -> None:
+        """The same: why a process does not come up; None: it has come up."""
+        trouble = {name: said for name, said in self._state.trouble.items() if name != child.name}
+        self._note(trouble=trouble | ({} if words is None else {child.name: words}))
+
+    def _note(self, **changes: Any) -> None:
+        state = replace(self._state, **changes)
+        if state != self._state:
+            self._state = state
             try:
                 write_state(self._state)
             except OSError as error:
@@ -533,8 +545,11 @@ class Supervisor:
         child.end(worked=any(self._segment.participant_word(slot, P.STEPS) > 0 for slot in slots))
         if not self._announced and not was_ready:
             raise self._failed_start(child, cause, status)
+        if not was_ready and child is not self._zygote:  # which has said it over the wire
+            self._note_trouble(child, logs.last_error(self._logs, child.name, child.log_size) or cause)
         if not child.wanted:
             self._daemons.remove(child)
+            self._note_trouble(child, None)
         if child.gave_up:
             _log.error("%s: died %d times in a row, not restarted", child.name, MAX_QUICK_DEATHS)
         self._note_who_gave_up()

@@ -59,14 +59,9 @@ def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, su
     # OpenMP threads do not survive a fork: this process never starts any.
     torch.set_num_threads(1)
     from pdctl.core.daemon import serve
-    from pdctl.core.model import load
-    from pdctl.core.numerics import numerics
+    from pdctl.core.served_model import load_model
 
-    model = load(
-        spec.model_path,
-        numerics(spec.dtype),
-        lambda done, total: _say(wire, loading=[done, total]) if done % 8 == 0 else None,
-    )
+    model = load_model(spec, lambda done, total: _say(wire, loading=[done, total]) if done % 8 == 0 else None)
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Checking and fingerprinting model directories: built by hand, most of them damaged; without torch."""
+"""Checking model directories: built by hand, most of them damaged; without torch."""
 
 from __future__ import annotations
 
@@ -453,13 +453,14 @@ def test_unreadable(name: str, mode: int, tmp_path: Path) -> None:
     code = f"""
         import os
         from pdctl.core import checkpoint
+        from pdctl.core.weights.fingerprint import model_files
         from pdctl.transport.errors import UsageError
         from pathlib import Path
         if os.geteuid() == 0:
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
-        for check in checkpoint.validate, checkpoint.fingerprint:
+        for check in checkpoint.validate, model_files:
             try:
                 check(Path({str(path)!r}))
             except UsageError as error:
@@ -585,51 +586,3 @@ def test_absent_output_layer(tmp_path: Path) -> None:
 def test_quantized_storage(tmp_path: Path) -> None:
     weights = safetensors(SHAPES, dtype="I16")
     refused(make_model(tmp_path / "m", weights=weights), "embed_tokens", "stored as I16", "BF16")
-
-
-# ---- Fingerprint ------------------------------------------------------------------------------------
-
-
-def test_fingerprint_is_the_contents(tmp_path: Path) -> None:
-    one, two = make_model(tmp_path / "one"), make_model(tmp_path / "two")
-    value = checkpoint.fingerprint(one)
-    assert 0 <= value < 2**64
-    assert checkpoint.fingerprint(two) == value
-    for name in ("config.json", "tokenizer.json", "generation_config.json"):
-        (two / name).write_text('{"changed": 1}')
-        changed = checkpoint.fingerprint(two)
-        assert changed != value
-        value = changed
-
-
-@pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
-def test_fingerprint_sees_each_sample(where: float, tmp_path: Path) -> None:
-    rows = 64 * 1024
-    path = make_model(tmp_path / "m", weights=safetensors({"a": (rows, 8)}))
-    file = path / "model.safetensors"
-    before = checkpoint.fingerprint(path)
-    size_bytes = file.stat().st_size
-    start = size_bytes - rows * 16
-    with file.open("r+b") as stream:
-        stream.seek(min(start + int(where * rows * 16), size_bytes - 1))
-        stream.write(b"x")
-    assert checkpoint.fingerprint(path) != before
-
-
-def test_fingerprint_of_a_sparse_giant_reads_little(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "m")
-    text = b'{"a": {"dtype": "BF16", "shape": [5000000000], "data_offsets": [0, 10000000000]}}'
-    file = path / "model.safetensors"
-    file.write_bytes(header_of(text))
-    os.truncate(file, 8 + len(text) + 10_000_000_000)
-    before_bytes = int(Path("/proc/self/io").read_text().split()[1])
-    checkpoint.fingerprint(path)
-    assert int(Path("/proc/self/io").read_text().split()[1]) - before_bytes < 2_000_000
-
-
-def test_fingerprint_covers_every_shard(tmp_path: Path) -> None:
-    path = shard_model(tmp_path / "m")
-    before = checkpoint.fingerprint(path)
-    shard = path / "model-00002-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert checkpoint.fingerprint(path) != before
