@@ -71,6 +71,8 @@ _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 10.0
 # For one process among others that go on: a chunk or step may be long, and nobody is in a hurry.
 _LEAVE_GRACE_S = 15.0
+# Of what a process says about its end: state.json holds it.
+_MAX_WORDS = 1000
 _EXIT_CODES = range(UsageError.exit_code, AlreadyRunningError.exit_code + 1)
 
 
@@ -513,7 +515,7 @@ class Supervisor:
     def _note_trouble(self, child: Child, words: str | None) -> None:
         """The same: why a process does not come up; None: it has come up."""
         trouble = {name: said for name, said in self._state.trouble.items() if name != child.name}
-        self._note(trouble=trouble | ({} if words is None else {child.name: words}))
+        self._note(trouble=trouble | ({} if words is None else {child.name: words[:_MAX_WORDS]}))
 
     def _note(self, **changes: Any) -> None:
         state = replace(self._state, **changes)
@@ -541,11 +543,11 @@ class Supervisor:
             incarnation, counted = self._segment.participant_word(slot, P.INCARNATION), slot != slots[0]
             self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said, counted=counted))
         self._recover()
-        was_ready = child.ready
+        was_ready, was_told = child.ready, child.kill_at is not None
         child.end(worked=any(self._segment.participant_word(slot, P.STEPS) > 0 for slot in slots))
         if not self._announced and not was_ready:
             raise self._failed_start(child, cause, status)
-        if not was_ready and child is not self._zygote:  # which has said it over the wire
+        if not (was_ready or was_told or child is self._zygote):  # which has said it over the wire
             self._note_trouble(child, logs.last_error(self._logs, child.name, child.log_size) or cause)
         if not child.wanted:
             self._daemons.remove(child)

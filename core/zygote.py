@@ -48,7 +48,9 @@ def main() -> None:
         _serve(spec, segment_name, wire, given.parent)
     except Exception as error:
         traceback.print_exc()
-        said = error.message if isinstance(error, PdctlError) else f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, PdctlError):
+            said = error.message if error.hint is None else f"{error.message} ({error.hint})"
         _say(wire, error=said.splitlines()[0])
         sys.exit(1)
 
