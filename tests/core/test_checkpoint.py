@@ -235,6 +235,19 @@ def test_refused_configurations(keys: dict[str, Any], words: list[str], tmp_path
     refused(make_model(tmp_path / "m", **keys), *words)
 
 
+def test_hints_fit_their_cause(tmp_path: Path) -> None:
+    """A complete directory is not told to be incomplete, nor a damaged one to be of the wrong kind."""
+    moe = make_model(tmp_path / "moe", architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
+    assert refused(moe).hint == "choose another model; the embedded one is --model smollm2"
+    assert refused(make_model(tmp_path / "c", hidden_size="16")).hint == "correct the file, or download it again"
+    other = refused(make_model(tmp_path / "w", vocab_size=33))
+    assert other.hint is not None and other.hint.startswith("check that config.json and the weights belong together")
+    empty = refused(make_model(tmp_path / "m", weights=b"12"))
+    assert empty.hint == "download the file again"
+    (tmp_path / "none").mkdir()
+    assert "give a complete model directory" in str(refused(tmp_path / "none").hint)
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -550,6 +563,10 @@ def header_of(text: bytes, data: bytes = b"") -> bytes:
             header_of(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', bytes(8)),
             ["tensor a", "4 to 8", "start at 0"],
         ),
+        (
+            header_of(b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', b"1234"),
+            ["tensor a", "(-1, -1)"],
+        ),
         (safetensors(SHAPES) + b"x", ["too long"]),
         (safetensors(SHAPES)[:-1], ["cut short"]),
     ],
@@ -581,6 +598,17 @@ def test_shape_of_the_kv_heads(tmp_path: Path) -> None:
 
 def test_absent_output_layer(tmp_path: Path) -> None:
     refused(make_model(tmp_path / "m", tie_word_embeddings=False), "lm_head.weight", "(32, 16)")
+
+
+def test_quantized_storage_of_any_layer(tmp_path: Path) -> None:
+    """transformers would read the integers as numbers, and answer noise."""
+    path = make_model(tmp_path / "m")
+    data = (path / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    at = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    header["model.layers.0.mlp.up_proj.weight"] = {"dtype": "I8", "shape": [4], "data_offsets": [at, at + 4]}
+    (path / "model.safetensors").write_bytes(header_of(json.dumps(header).encode(), bytes(at + 4)))
+    refused(path, "mlp.up_proj.weight", "stored as I8", "BF16")
 
 
 def test_quantized_storage(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_huge_file_is_not_read_into_memory(tmp_path: Path) -> None:
     path = make_model(tmp_path / "m")
     with (path / "generation_config.json").open("wb") as stream:
         stream.truncate(1 << 40)
-    with pytest.raises(IncompatibleError, match=r"generation_config\.json has 1,099,511,627,776 bytes; expected at most"):
+    with pytest.raises(IncompatibleError, match=r"generation_config\.json has 1,099,511,627,776 bytes"):
         checkpoint.validate(path)
 
 

@@ -46,6 +46,18 @@ def causes(cluster: Any) -> str:
     return "\n".join(status(cluster)["causes"])
 
 
+def greedy_of_transformers(model: Path, prompt: str) -> list[int]:
+    """What `generate` makes of the prompt by the model's own generation_config.json, up to its end."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    prompt_ids = tokenizer(prompt, return_tensors="pt").input_ids
+    answer = loaded.generate(prompt_ids, attention_mask=torch.ones_like(prompt_ids), pad_token_id=2)
+    return [int(token) for token in answer[0, prompt_ids.shape[1] :]]
+
+
 def other_bytes(file: Path) -> bytes:
     """The same header and length, other weights."""
     data = file.read_bytes()
@@ -58,7 +70,15 @@ def test_the_files_are_changed_in_every_way_under_a_running_cluster(
     model = Path(shutil.copytree(tiny_dir, tmp_path / "served"))
     weights, tokenizer = model / "model.safetensors", model / "tokenizer_config.json"
     whole, whole_tokenizer, spoilt = weights.read_bytes(), tokenizer.read_bytes(), other_bytes(weights)
+    asked = {"eos_token_id": [2, 10_000], "repetition_penalty": 1.3, "max_new_tokens": 9, "do_sample": False}
+    (model / "generation_config.json").write_text(json.dumps(asked))
+    oracle = greedy_of_transformers(model, PROMPTS[0])
     cluster = start("--model", str(model), *SMALL)
+    # The model's own defaults, for requests and for `pdctl generate`; then explicit values, which win.
+    silent = cluster.post("/v1/completions", {"prompt": PROMPTS[0], "return_token_ids": True})[1]["choices"][0]
+    assert silent["token_ids"] == oracle
+    assert cluster.cli("generate", "--raw", PROMPTS[0], "--max-tokens", "9").out == silent["text"] + "\n"
+    assert cluster.ids(PROMPTS[0], 9, repetition_penalty=1.0) != oracle
     # Afterwards a prompt's beginning is in the cache; what follows is computed with the weights all the same.
     expected = [cluster.ids(prompt, 12) for prompt in PROMPTS]
 
@@ -97,7 +117,11 @@ def test_the_files_are_changed_in_every_way_under_a_running_cluster(
     spec = spec_path(cluster.state_dir, cluster.name)
     by_hand = [sys.executable, "-m", "pdctl.core.daemon", "decode", "--spec", str(spec)]
     done = subprocess.run(
-        [*by_hand, "--segment", cluster.state.segment], capture_output=True, text=True, timeout=WATCHDOG_S, check=False
+        [*by_hand, "--segment", cluster.state.segment],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_S,
+        check=False,
     )
     assert done.returncode == 4, done
     assert f"{weights} is not as it was" in done.stderr
