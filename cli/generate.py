@@ -11,6 +11,9 @@ from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirO
 from pdctl.cli.output import print_json, remark
 from pdctl.transport.errors import UsageError
 
+# What generation_config.json says, else what changes nothing.
+_MODELS_OWN = "the model's own"
+
 
 def generate(
     prompt: Annotated[
@@ -20,14 +23,22 @@ def generate(
     system: Annotated[str | None, typer.Option("--system", help="System message of the chat.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", show_default="256")] = None,
     temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="0: all.")] = 0,
+    top_p: Annotated[float | None, typer.Option("--top-p", show_default=_MODELS_OWN)] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="0: all.", show_default=_MODELS_OWN)] = None,
     min_p: Annotated[
-        float, typer.Option("--min-p", help="Drop what is less likely than this share of the top.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            "--min-p", help="Drop what is less likely than this share of the top.", show_default=_MODELS_OWN
+        ),
+    ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1: avoid what prompt or answer has.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--repetition-penalty",
+            help="Above 1: avoid what prompt or answer has; 1: do not.",
+            show_default=_MODELS_OWN,
+        ),
+    ] = None,
     presence_penalty: Annotated[
         float, typer.Option("--presence-penalty", help="Above 0: avoid what the answer has.")
     ] = 0.0,
@@ -61,18 +72,21 @@ def generate(
     body: dict[str, Any] = {
         "max_tokens": 256 if max_tokens is None else max_tokens,
         "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
         "min_tokens": min_tokens,
         "ignore_eos": ignore_eos,
         "timings": timings or as_json,
     }
-    if seed is not None:
-        body["seed"] = seed
+    for key, value in (
+        ("top_p", top_p),
+        ("top_k", top_k),
+        ("min_p", min_p),
+        ("repetition_penalty", repetition_penalty),
+        ("seed", seed),
+    ):
+        if value is not None:
+            body[key] = value
     if stop:
         body["stop"] = stop
     # Surrogates stand for bytes of the command line that are no UTF-8.

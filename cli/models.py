@@ -13,13 +13,18 @@ from typing import Annotated
 
 import typer
 
+from pdctl.cli.options import StateDirOption, state_dir_of
+
 app = typer.Typer(no_args_is_help=True, help="Fetch, list and remove models.")
 
 _PHASES = {
     "wait": "Waiting for another pull",
+    "hub": "Waiting for the Hugging Face hub",
+    "cached": "The hub does not answer: the copy in the Hugging Face cache is used",
     "download": "Downloading",
     "convert": "Converting",
     "save": "Saving",
+    "check": "Reading the model's files",
 }
 _LINE_STEP_PERCENT = 25
 
@@ -68,10 +73,16 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
 
 
 @app.command()
-def rm(name: Annotated[str, typer.Argument(help="A name that `pdctl models list` shows.")]) -> None:
-    """Remove a model from the cache."""
-    from pdctl.core.models import remove
+def rm(
+    name: Annotated[str, typer.Argument(help="A name that `pdctl models list` shows.")],
+    state_dir: StateDirOption = None,
+) -> None:
+    """Remove a model from the cache, unless a cluster serves it."""
+    from pdctl.core.model_cache import models_dir
+    from pdctl.core.models import check_name, remove
+    from pdctl.core.survey import refuse_if_served
 
+    refuse_if_served(state_dir_of(state_dir), models_dir() / check_name(name))
     size_bytes = remove(name)
     typer.echo(f"Removed {name} ({size_bytes / 1e6:,.1f} MB)")
 

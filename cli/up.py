@@ -21,6 +21,8 @@ from pdctl.transport.names import check_cluster, check_socket_room, log_dir
 
 if TYPE_CHECKING:
     from pdctl.core.config import ClusterSpec
+    from pdctl.core.models import ResolvedModel
+    from pdctl.core.weights.fingerprint import ModelFile
 
 _STOP_WAIT_S = 15.0
 
@@ -124,6 +126,7 @@ def up(
     """
     from pdctl.cli.models import pull_progress
     from pdctl.core import cluster, config, hosts, keys, models
+    from pdctl.core.weights import fingerprint
     from pdctl.transport.mapping import check_room
 
     directory = state_dir_of(state_dir)
@@ -142,8 +145,10 @@ def up(
     cluster.refuse_if_running(directory, name)
     with pull_progress() as progress:
         resolved = models.resolve(model, progress)
+        files = fingerprint.model_files(resolved.path, progress)
     spec = _spec(
         resolved,
+        files,
         name=name,
         state_dir=directory,
         host=host,
@@ -180,7 +185,8 @@ def segments_may_be_reclaimed(name: str) -> bool:
 
 
 def _spec(
-    resolved: Any,
+    resolved: ResolvedModel,
+    files: tuple[ModelFile, ...],
     *,
     dtype: str,
     kv_gib: float | None,
@@ -191,10 +197,14 @@ def _spec(
 ) -> ClusterSpec:
     """Everything decided: flags, what the model says, what the machine has."""
     from pdctl.core import config, numerics
-    from pdctl.core.checkpoint import fingerprint
+    from pdctl.core.checkpoint import validate
+    from pdctl.core.weights.fingerprint import fingerprint
     from pdctl.transport.errors import CapacityError
 
-    of_model = resolved.config
+    # Read after the digests were taken: if it has changed since, the first to load it will say so.
+    of_model = validate(resolved.path)
+    for line in of_model.remarks:
+        remark(line)
     if dtype == "auto":
         dtype = numerics.default_dtype(of_model.dtype)
     context = config.context_of(of_model, max_context)
@@ -204,18 +214,18 @@ def _spec(
         raise UsageError(f"--threads {threads}: expected 1 to 1024")
     threads_prefill, threads_decode = config.default_threads(threads)
 
-    weights = fingerprint(resolved.path)
-
     def build(num_blocks: int) -> ClusterSpec:
         return config.ClusterSpec(
             model_path=resolved.path,
             model_name=resolved.name,
-            fingerprint=weights,
+            model_files=files,
+            fingerprint=fingerprint(files),
             num_layers=of_model.num_layers,
             num_kv_heads=of_model.num_kv_heads,
             head_dim=of_model.head_dim,
             vocab_size=of_model.vocab_size,
             eos_token_ids=of_model.eos_token_ids,
+            sampling=of_model.sampling,
             dtype=dtype,
             num_blocks=num_blocks,
             max_context=context,

@@ -42,7 +42,8 @@ from pdctl.core.requests import (
     RowRequest,
     ShuttingDownError,
 )
-from pdctl.core.tokenizer import PromptError, SamplingDefaults, Tokenizer
+from pdctl.core.tokenizer import PromptError, Tokenizer
+from pdctl.core.weights.generation import SamplingDefaults
 from pdctl.transport.errors import CapacityError, PdctlError, UsageError
 from pdctl.transport.layout import MAX_LOGPROBS
 from pdctl.transport.rows import RowParams, RowState, TokenLogprobs
@@ -246,7 +247,7 @@ class _GenerationRequest(_Strict):
     max_tokens: Annotated[int | None, Field(ge=1, lt=1 << 31)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, lt=1 << 31)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=1_000_000)] = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
     stop: StopField = None
@@ -746,6 +747,10 @@ class Api:
         self._config = config
         self._geometry = client.segment.geometry
         self._readiness = client.readiness
+        # Daemons know those that the model's files name; the tokenizer's class may have one of its own.
+        end_id = tokenizer.end_token_id
+        is_new = end_id is not None and end_id not in config.eos_token_ids and end_id < config.vocab_size
+        self._further_end_ids = (end_id,) if end_id is not None and is_new else ()
         self._metrics = Metrics(client)
         self._started = int(time.time())
         self._body_room = _BodyRoom()
@@ -934,6 +939,8 @@ class Api:
             for token in ids:
                 if not 0 <= token < self._config.vocab_size:
                     raise self._outside_vocabulary(name, token)
+        if not request.ignore_eos:
+            stop_ids += self._further_end_ids
         defaults = self._config.sampling
         temperature = defaults.temperature if request.temperature is None else request.temperature
         top_k = defaults.top_k if request.top_k is None else request.top_k
@@ -941,9 +948,11 @@ class Api:
             temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
             top_p=defaults.top_p if request.top_p is None else request.top_p,
             top_k=0 if top_k == -1 else min(top_k, self._config.vocab_size),
-            min_p=request.min_p or 0.0,
+            min_p=defaults.min_p if request.min_p is None else request.min_p,
             min_tokens=request.min_tokens or 0,
-            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            repetition_penalty=(
+                defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
+            ),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             ignore_eos=bool(request.ignore_eos),
@@ -960,6 +969,8 @@ class Api:
         prompt_param = "messages" if isinstance(request, ChatRequest) else "prompt"
         room = max(1, min(g.max_context, capacity) - num_prompt)
         default = room if isinstance(request, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+        if self._config.sampling.max_tokens is not None:
+            default = min(default, self._config.sampling.max_tokens)
         wanted = default if asked is None else asked
         limit = num_prompt + wanted
         if limit > g.max_context:

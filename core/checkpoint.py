@@ -1,4 +1,4 @@
-"""A model directory: its configuration, tokenizer and safetensors, checked and fingerprinted without loading.
+"""A model directory: its configuration, tokenizer and safetensors, checked without loading.
 
 Reads config.json and the safetensors headers as plain bytes: no torch, no transformers, so that light commands
 may import it. Does not know where a directory comes from, nor engines, segments or clusters. Called by models and
@@ -8,18 +8,19 @@ pull, which accept no directory that `validate` refuses, and by `pdctl up`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from pdctl.core.families import FAMILIES, Family, check_attention
+from pdctl.core.weights.end_tokens import end_token, token_id
+from pdctl.core.weights.generation import SamplingDefaults, read_generation
 from pdctl.transport.errors import IncompatibleError, PdctlError, UsageError
 
 
@@ -31,7 +32,9 @@ class ModelConfig:
         max_context: tokens of the longest context that can be served, at most max_position_embeddings.
         context_rope: type of the rope that keeps max_context below, or at, that: its angles change beyond; None:
             max_context is the model's own limit.
-        eos_token_ids: all that end an answer; may be none.
+        eos_token_ids: all that end an answer; may be none. Each is below vocab_size.
+        sampling: what requests get that do not say.
+        remarks: what the model's files ask for and pdctl does not do, a line each, for people.
     """
 
     architecture: str
@@ -47,6 +50,8 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    remarks: tuple[str, ...] = ()
 
 
 _SUPPORTED_NAMES: Final = ", ".join(sorted(FAMILIES))
@@ -61,9 +66,15 @@ _STORED_DTYPE_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8,
 
 _LFS_MARK: Final = b"version https://git-lfs"
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
-_SAMPLE_BYTES: Final = 64 * 1024
 
-_HINT_MODEL: Final = "give a complete model directory, or use the embedded model: smollm2"
+# Larger than any tokenizer: what is larger is something else, and is not read into memory.
+_MAX_SMALL_BYTES: Final = 256 << 20
+
+# One for each thing that a person can do about it.
+_HINT_INCOMPLETE: Final = "give a complete model directory, or use the embedded model: --model smollm2"
+_HINT_CONFIG: Final = "correct the file, or download it again"
+_HINT_UNSUPPORTED: Final = "choose another model; the embedded one is --model smollm2"
+_HINT_WEIGHTS: Final = "check that config.json and the weights belong together, or download the model again"
 
 
 def validate(path: Path) -> ModelConfig:
@@ -82,7 +93,7 @@ def validate(path: Path) -> ModelConfig:
         raise unreadable(path, error) from error
     if is_empty:
         raise IncompatibleError(
-            f"{path} is empty; expected config.json, tokenizer.json and safetensors", hint=_HINT_MODEL
+            f"{path} is empty; expected config.json, tokenizer.json and safetensors", hint=_HINT_INCOMPLETE
         )
     config = read_config(path)
     _check_tokenizer(path)
@@ -100,7 +111,7 @@ def is_complete(path: Path) -> bool:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Reads config.json and generation_config.json of a model directory.
+    """Reads config.json, generation_config.json and the end token of the tokenizer of a model directory.
 
     Raises:
         UsageError: a file cannot be read.
@@ -117,13 +128,13 @@ def read_config(path: Path) -> ModelConfig:
     if num_heads % num_kv_heads != 0:
         raise IncompatibleError(
             f"{file}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}",
-            hint=_HINT_MODEL,
+            hint=_HINT_CONFIG,
         )
     num_layers = _positive(file, raw, "num_hidden_layers")
     max_position_embeddings = _positive(file, raw, "max_position_embeddings")
 
     def refuse(what: str, why: str) -> IncompatibleError:
-        return IncompatibleError(f"{architecture}: {file} has {what}: {why}", hint=_HINT_MODEL)
+        return IncompatibleError(f"{architecture}: {file} has {what}: {why}", hint=_HINT_UNSUPPORTED)
 
     if (quantization := raw.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -136,6 +147,16 @@ def read_config(path: Path) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
     )
+    vocab_size = _positive(file, raw, "vocab_size")
+    # As transformers and vLLM: without the one file, the other is asked for the same keys.
+    generation_file = file.with_name("generation_config.json")
+    generation = _read_json_object(generation_file) if exists(generation_file) else None
+    sampling, remarks = read_generation(
+        raw if generation is None else generation,
+        (file if generation is None else generation_file).name,
+        limit.tokens,
+    )
+    eos_token_ids, further_remarks = _eos_token_ids(path, raw, generation or {}, vocab_size)
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -143,54 +164,22 @@ def read_config(path: Path) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden_size=hidden_size,
-        vocab_size=_positive(file, raw, "vocab_size"),
+        vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,
         max_context=limit.tokens,
         context_rope=limit.rope_type,
         dtype=_dtype(file, raw),
-        eos_token_ids=_eos_token_ids(path, raw),
+        eos_token_ids=eos_token_ids,
         bos_token_id=_bos_token_id(file, raw),
+        sampling=sampling,
+        remarks=(*remarks, *further_remarks),
     )
-
-
-def fingerprint(path: Path) -> int:
-    """Returns 64 bits that tell two models apart, in milliseconds.
-
-    SHA-256 over config.json, generation_config.json and the tokenizer, and for each weight file its name,
-    size, header, and three 64 KiB samples (first, middle, last) of its data. It guards against mixing up
-    models, not against someone who forges one.
-
-    Raises:
-        UsageError: a file cannot be read.
-        IncompatibleError: a weight file is absent or damaged.
-    """
-    digest = hashlib.sha256()
-
-    def add(label: str, data: bytes) -> None:
-        digest.update(f"{label}:{len(data)}:".encode())
-        digest.update(data)
-
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"):
-        if _exists(path / name):
-            add(name, _read_bytes(path / name))
-    for name in sorted(_weight_files(path)):
-        file = path / name
-        size_bytes, header = _read_header(file)
-        add(name, size_bytes.to_bytes(8, "little"))
-        add("header", header)
-        data_at = 8 + len(header)
-        last_at = max(data_at, size_bytes - _SAMPLE_BYTES)
-        with opened(file) as stream:
-            for offset in (data_at, (data_at + last_at) // 2, last_at):
-                stream.seek(offset)
-                add(f"sample@{offset}", stream.read(_SAMPLE_BYTES))
-    return int.from_bytes(digest.digest()[:8], "little")
 
 
 def _read_config_json(path: Path) -> dict[str, Any]:
     file = path / "config.json"
-    if not _exists(file):
-        if _exists(path / "adapter_config.json"):
+    if not exists(file):
+        if exists(path / "adapter_config.json"):
             raise IncompatibleError(
                 f"{path} holds a LoRA adapter (adapter_config.json) and no config.json; expected a whole model",
                 hint="merge the adapter into its base model first",
@@ -200,7 +189,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
                 f"{path} holds GGUF files and no config.json; expected safetensors",
                 hint="convert it with transformers (gguf_file=...) and save_pretrained first",
             )
-        raise IncompatibleError(f"{file} is missing", hint=_HINT_MODEL)
+        raise IncompatibleError(f"{file} is missing", hint=_HINT_INCOMPLETE)
     return _read_json_object(file)
 
 
@@ -209,23 +198,23 @@ def _check_architecture(file: Path, raw: Mapping[str, Any]) -> str:
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise IncompatibleError(
             f"{file}: architectures is {architectures!r}; expected a list with one of {_SUPPORTED_NAMES}",
-            hint=_HINT_MODEL,
+            hint=_HINT_CONFIG,
         )
     architecture = architectures[0]
     if raw.get("auto_map") is not None and not _is_adopted(FAMILIES.get(architecture), raw["auto_map"]):
         raise IncompatibleError(
             f"{architecture}: {file} has auto_map, code that comes with the model (trust_remote_code); "
             "pdctl runs none",
-            hint=f"use a model of a supported architecture: {_SUPPORTED_NAMES}",
+            hint=_HINT_UNSUPPORTED,
         )
     if architecture not in FAMILIES:
         raise IncompatibleError(
-            f"{architecture}: not a decoder pdctl has verified; supported: {_SUPPORTED_NAMES}", hint=_HINT_MODEL
+            f"{architecture}: not a decoder pdctl has verified; supported: {_SUPPORTED_NAMES}", hint=_HINT_UNSUPPORTED
         )
     expected = FAMILIES[architecture].model_type
     if raw.get("model_type", expected) != expected:
         raise IncompatibleError(
-            f"{architecture}: {file} has model_type {raw['model_type']!r}; expected {expected!r}", hint=_HINT_MODEL
+            f"{architecture}: {file} has model_type {raw['model_type']!r}; expected {expected!r}", hint=_HINT_CONFIG
         )
     return architecture
 
@@ -245,10 +234,10 @@ def _positive(
     value = raw.get(key, absent)
     if value is None:
         if default is None:
-            raise IncompatibleError(f"{file}: {key} is missing; expected a positive integer", hint=_HINT_MODEL)
+            raise IncompatibleError(f"{file}: {key} is missing; expected a positive integer", hint=_HINT_CONFIG)
         value = default
     if not _is_int(value) or value <= 0:
-        raise IncompatibleError(f"{file}: {key} is {value!r}; expected a positive integer", hint=_HINT_MODEL)
+        raise IncompatibleError(f"{file}: {key} is {value!r}; expected a positive integer", hint=_HINT_CONFIG)
     return int(value)
 
 
@@ -259,44 +248,62 @@ def _dtype(file: Path, raw: Mapping[str, Any]) -> str:
     dtype = value.removeprefix("torch.") if isinstance(value, str) else value
     if dtype not in _DTYPES:
         raise IncompatibleError(
-            f"{file}: dtype is {value!r}; expected one of {', '.join(sorted(_DTYPES))}", hint=_HINT_MODEL
+            f"{file}: dtype is {value!r}; expected one of {', '.join(sorted(_DTYPES))}", hint=_HINT_UNSUPPORTED
         )
     return str(dtype)
 
 
-def _eos_token_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    file = path / "config.json"
-    value = raw.get("eos_token_id")
-    generation_file = path / "generation_config.json"
-    if _exists(generation_file):
-        generation = _read_json_object(generation_file)
-        if generation.get("eos_token_id") is not None:
-            file, value = generation_file, generation["eos_token_id"]
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(_is_int(token_id) for token_id in ids):
+def _eos_token_ids(
+    path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What ends an answer: the ids of generation_config.json, else of config.json, and the tokenizer's.
+
+    Returns:
+        The ids, each once, and a line about each that is not one of the vocabulary: no logit stands for it.
+    """
+    file, value = path / "config.json", raw.get("eos_token_id")
+    if generation.get("eos_token_id") is not None:
+        file, value = path / "generation_config.json", generation["eos_token_id"]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(_is_int(one) for one in ids):
         raise IncompatibleError(
-            f"{file}: eos_token_id is {value!r}; expected an integer or a list of them", hint=_HINT_MODEL
+            f"{file}: eos_token_id is {value!r}; expected an integer or a list of them", hint=_HINT_CONFIG
         )
-    return tuple(dict.fromkeys(ids))
+    named = [(one, f"{file.name}: eos_token_id {_shown(one)}") for one in ids]
+    token = end_token(
+        *(
+            _read_json_object(path / name) if exists(path / name) else {}
+            for name in ("tokenizer_config.json", "special_tokens_map.json")
+        )
+    )
+    if token is not None and exists(path / "tokenizer.json"):
+        found = token_id(_read_json_object(path / "tokenizer.json"), token)
+        if found is not None:
+            named.append((found, f"tokenizer.json: the end token {token[:40]!a} has id {_shown(found)}, which"))
+    kept = tuple(dict.fromkeys(one for one, _ in named if 0 <= one < vocab_size))
+    remarks = {
+        one: f"{where} is ignored: the vocabulary has ids 0 to {vocab_size - 1}"
+        for one, where in named
+        if one not in kept
+    }
+    return kept, tuple(remarks.values())
 
 
 def _bos_token_id(file: Path, raw: Mapping[str, Any]) -> int | None:
     value = raw.get("bos_token_id")
     if value is not None and not _is_int(value):
-        raise IncompatibleError(f"{file}: bos_token_id is {value!r}; expected an integer or null", hint=_HINT_MODEL)
+        raise IncompatibleError(f"{file}: bos_token_id is {value!r}; expected an integer or null", hint=_HINT_CONFIG)
     return value
 
 
 def _check_tokenizer(path: Path) -> None:
-    if _exists(path / "tokenizer.json"):
+    if exists(path / "tokenizer.json"):
         _read_json_object(path / "tokenizer.json")
-    elif _exists(path / "tokenizer.model"):
+    elif exists(path / "tokenizer.model"):
         _refuse_lfs_pointer(path / "tokenizer.model", _read_bytes(path / "tokenizer.model"))
     else:
         raise IncompatibleError(
-            f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model", hint=_HINT_MODEL
+            f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model", hint=_HINT_INCOMPLETE
         )
 
 
@@ -307,10 +314,17 @@ def _check_weights(path: Path, config: ModelConfig) -> None:
     """
     family = FAMILIES[config.architecture]
     tied = bool(_read_json_object(path / "config.json").get("tie_word_embeddings", family.tied))
-    shapes: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
-    for name in _weight_files(path):
-        for tensor, (dtype, shape) in _read_tensors(path / name).items():
-            shapes[tensor] = (path / name, dtype, shape)
+    shapes: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for name in weight_files(path):
+        for tensor, one in read_tensors(path / name).items():
+            shapes[tensor] = (path / name, one.shape)
+            # Read as numbers, quantized ones would be noise.
+            if tensor.endswith(".weight") and one.dtype not in _STORED_DTYPES:
+                raise IncompatibleError(
+                    f"{path / name}: {tensor} is stored as {one.dtype}; "
+                    f"expected one of {', '.join(sorted(_STORED_DTYPES))}",
+                    hint=_HINT_UNSUPPORTED,
+                )
     prefix = "model." if any(tensor.startswith("model.") for tensor in shapes) else ""
     embedding = f"{prefix}embed_tokens.weight"
     expected = {embedding: (config.vocab_size, config.hidden_size)}
@@ -323,17 +337,12 @@ def _check_weights(path: Path, config: ModelConfig) -> None:
         if tensor not in shapes:
             raise IncompatibleError(
                 f"{path}: no tensor {tensor} in the safetensors; config.json expects one of shape {shape}",
-                hint=_HINT_MODEL,
+                hint=_HINT_WEIGHTS,
             )
-        file, dtype, found = shapes[tensor]
+        file, found = shapes[tensor]
         if found != shape:
             raise IncompatibleError(
-                f"{file}: {tensor} has shape {found}; config.json expects {shape}", hint=_HINT_MODEL
-            )
-        if dtype not in _STORED_DTYPES:
-            raise IncompatibleError(
-                f"{file}: {tensor} is stored as {dtype}; expected one of {', '.join(sorted(_STORED_DTYPES))}",
-                hint=_HINT_MODEL,
+                f"{file}: {tensor} has shape {found}; config.json expects {shape}", hint=_HINT_WEIGHTS
             )
 
 
@@ -345,12 +354,12 @@ def _kv_projections(family: Family, config: ModelConfig) -> dict[str, int]:
     return {"k_proj": kv_rows, "v_proj": kv_rows}
 
 
-def _weight_files(path: Path) -> tuple[str, ...]:
+def weight_files(path: Path) -> tuple[str, ...]:
     """Returns the names of the weight files as the loader picks them: one file, else what the index names."""
-    if _exists(path / WEIGHTS):
+    if exists(path / WEIGHTS):
         return (WEIGHTS,)
     if shards := indexed_shards(path):
-        missing = [name for name in shards if not _exists(path / name)]
+        missing = [name for name in shards if not exists(path / name)]
         if missing:
             raise IncompatibleError(
                 f"{path / missing[0]} is missing: {len(missing)} of the {len(shards)} shards named by "
@@ -378,7 +387,7 @@ def indexed_shards(path: Path) -> tuple[str, ...]:
         IncompatibleError: it is damaged, or names a file elsewhere.
     """
     file = path / WEIGHTS_INDEX
-    if not _exists(file):
+    if not exists(file):
         return ()
     weight_map = _read_json_object(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -419,34 +428,54 @@ def _read_header(file: Path) -> tuple[int, bytes]:
         return size_bytes, stream.read(length)
 
 
-def _read_tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape by tensor name; checks that the file holds exactly the bytes it announces."""
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies among the data of a safetensors file, in bytes after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_tensors(file: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a safetensors file by name; checks that it holds exactly the bytes it announces."""
     size_bytes, header = _read_header(file)
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    spans: list[tuple[int, int, str]] = []
+    return parse_header(file, size_bytes, header)
+
+
+def parse_header(file: Path, size_bytes: int, header: bytes) -> dict[str, StoredTensor]:
+    """Returns the tensors that a header announces, in the order of their bytes: without gaps, up to the file's end.
+
+    Raises:
+        IncompatibleError: it is damaged, or speaks of another file.
+    """
+    tensors: dict[str, StoredTensor] = {}
     try:
         raw = json.loads(header)
         raw.pop("__metadata__", None)
         for name, entry in raw.items():
-            tensors[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            shape = tuple(map(int, entry["shape"]))
             start, end = map(int, entry["data_offsets"])
-            spans.append((start, end, name))
+            tensors[name] = StoredTensor(dtype=str(entry["dtype"]), shape=shape, start=start, end=end)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise IncompatibleError(
             f"{file}: the safetensors header is damaged: {type(error).__name__}: {first_line(error)}",
             hint="download the file again",
         ) from error
+    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end, item[0])))
     at = 0
-    for start, end, name in sorted(spans):
-        dtype, shape = tensors[name]
-        item_bytes = _STORED_DTYPE_BYTES.get(dtype)
-        if start != at or end < start or (item_bytes and end - start != math.prod(shape) * item_bytes):
+    for name, one in tensors.items():
+        item_bytes = _STORED_DTYPE_BYTES.get(one.dtype)
+        num_bytes = one.end - one.start
+        is_impossible = num_bytes < 0 or any(length < 0 for length in one.shape)
+        if one.start != at or is_impossible or (item_bytes and num_bytes != math.prod(one.shape) * item_bytes):
             raise IncompatibleError(
-                f"{file}: tensor {name} ({dtype}, shape {shape}) has bytes {start} to {end}; "
+                f"{file}: tensor {name} ({one.dtype}, shape {one.shape}) has bytes {one.start} to {one.end}; "
                 f"expected them to start at {at} and to fit the shape",
                 hint="download the file again",
             )
-        at = end
+        at = one.end
     expected_bytes = 8 + len(header) + at
     if size_bytes != expected_bytes:
         raise IncompatibleError(
@@ -469,7 +498,8 @@ def _read_json_object(file: Path) -> dict[str, Any]:
     data = _read_bytes(file)
     _refuse_lfs_pointer(file, data)
     try:
-        value = json.loads(data)
+        # As those decode it who read it later: json itself would take UTF-16, and a byte order mark.
+        value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise IncompatibleError(f"{file} is not JSON: {first_line(error)}", hint="download the file again") from error
     if not isinstance(value, dict):
@@ -481,6 +511,10 @@ def _read_json_object(file: Path) -> dict[str, Any]:
 
 def _read_bytes(file: Path) -> bytes:
     with opened(file) as stream:
+        if (size_bytes := os.fstat(stream.fileno()).st_size) > _MAX_SMALL_BYTES:
+            raise IncompatibleError(
+                f"{file} has {size_bytes:,} bytes; expected at most {_MAX_SMALL_BYTES:,}", hint=_HINT_CONFIG
+            )
         return stream.read()
 
 
@@ -501,7 +535,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise unreadable(file, error) from error
 
 
-def _exists(file: Path) -> bool:
+def exists(file: Path) -> bool:
     try:
         return file.exists()
     except OSError as error:
@@ -517,6 +551,10 @@ def first_line(error: BaseException) -> str:
     """Returns what an exception says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _shown(value: object) -> str:
+    return str(value)[:40]
 
 
 def _is_int(value: object) -> bool:

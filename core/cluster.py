@@ -66,6 +66,7 @@ class ClusterState:
         phase: "starting", "running" or "stopping".
         supervisor_start_time: clock ticks after boot; with the PID it names the process.
         gave_up: processes that are not restarted any more, with their deaths in a row.
+        trouble: processes that do not come up, with what the last one said.
     """
 
     name: str
@@ -77,6 +78,7 @@ class ClusterState:
     started_unix_ns: int
     spec: ClusterSpec
     gave_up: dict[str, int] = field(default_factory=dict)
+    trouble: dict[str, str] = field(default_factory=dict)
 
     @property
     def segment_name(self) -> SegmentName:
@@ -242,6 +244,7 @@ def write_state(state: ClusterState) -> None:
         "url": state.url,
         "started_unix_ns": state.started_unix_ns,
         "gave_up": state.gave_up,
+        "trouble": state.trouble,
         "spec": json.loads(state.spec.to_json()),
     }
     write_private(directory / _STATE, json.dumps(values, indent=1))
@@ -281,7 +284,7 @@ def read_state(state_dir: Path, name: str) -> ClusterState | None:
         values["spec"] = ClusterSpec.from_json(json.dumps(values["spec"]))
         state = ClusterState(**values)
         _ = state.segment_name
-        texts = (state.phase, state.segment, state.url)
+        texts = (state.phase, state.segment, state.url, *state.trouble.values())
         numbers = (state.supervisor_pid, state.supervisor_start_time, state.started_unix_ns, *state.gave_up.values())
         if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
             return None

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdctl.core.hosts import check_host_name
 from pdctl.core.keys import ApiKey, parse_key
 from pdctl.core.numerics import numerics
+from pdctl.core.weights.fingerprint import ModelFile
+from pdctl.core.weights.generation import SamplingDefaults
 from pdctl.transport.errors import IncompatibleError, UsageError
 from pdctl.transport.layout import DType, Geometry, VerifyKv
 from pdctl.transport.names import check_cluster, check_socket_room
@@ -45,7 +47,8 @@ class ClusterSpec:
     Attributes:
         model_path: directory with config.json, tokenizer and safetensors.
         model_name: the name it is served under.
-        fingerprint: 64 bits that tell these weights from others.
+        model_files: what it is made of; what is loaded later must be the same. Empty: nothing is compared.
+        fingerprint: 64 bits that tell these files from others.
         block_tokens, num_blocks: the pool.
         max_context: tokens of one request, prompt and output together.
         colocated: one daemon does the work of a prefill and of a decode daemon: see colocated.py.
@@ -54,6 +57,7 @@ class ClusterSpec:
         max_batch: rows that one decode daemon runs at once.
         verify_kv: off, recompute or fail: see `VerifyKv`.
         on_failure: whether a dead daemon's requests resume elsewhere or fail with the cause.
+        sampling: what a request gets that does not say.
         max_queue: requests that may wait for a daemon; 0: none, all daemons busy is a refusal.
         allowed_hosts: names that the Host header may have beside those of `host`.
         api_key: what clients must send; None: nothing. Of all that a spec holds, the one secret.
@@ -89,6 +93,8 @@ class ClusterSpec:
     max_queue: int = DEFAULT_MAX_QUEUE
     allowed_hosts: tuple[str, ...] = ()
     api_key: ApiKey | None = None
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    model_files: tuple[ModelFile, ...] = ()
 
     def __post_init__(self) -> None:
         check_cluster(self.name)
@@ -167,24 +173,36 @@ class ClusterSpec:
             values = json.loads(text)
             if not isinstance(values, dict):
                 raise TypeError(f"expected an object, found {type(values).__name__}")
-            kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
-            return cls(**{key: _read(key, kinds.get(key), value) for key, value in values.items()})
+            return _read_record(cls, values)
         except (ValueError, TypeError, RecursionError) as error:
             raise IncompatibleError(f"cluster specification: {error}") from error
 
 
+_Record = TypeVar("_Record")
+_RECORDS = {"SamplingDefaults": SamplingDefaults, "ModelFile": ModelFile}
+
+
+def _read_record(record: type[_Record], values: dict[str, object]) -> _Record:
+    kinds = {one.name: str(one.type) for one in dataclasses.fields(record)}  # type: ignore[arg-type]
+    return record(**{key: _read(key, kinds.get(key), value) for key, value in values.items()})
+
+
 def _read(name: str, kind: str | None, value: object) -> Any:
-    """A field's value from its JSON, by the field's type as it is written in ClusterSpec.
+    """A field's value from its JSON, by the field's type as it is written in the record's class.
 
     Raises:
         TypeError: it has another type, or there is no such field.
     """
-    if (kind, type(value)) in (("int", int), ("bool", bool)):
+    if (kind, type(value)) in (("int", int), ("bool", bool), ("float", float), ("float", int)):
+        return float(value) if kind == "float" and isinstance(value, int) else value
+    if kind == "int | None" and (value is None or type(value) is int):
         return value
+    if kind in _RECORDS and isinstance(value, dict):
+        return _read_record(_RECORDS[kind], value)
     if kind in ("str", "Path") and isinstance(value, str) and "\0" not in value:
         return Path(value) if kind == "Path" else value
-    if kind in ("tuple[int, ...]", "tuple[str, ...]") and isinstance(value, list):
-        return tuple(_read(name, kind[6:9], one) for one in value)
+    if kind is not None and kind.startswith("tuple[") and isinstance(value, list):
+        return tuple(_read(name, kind.removeprefix("tuple[").removesuffix(", ...]"), one) for one in value)
     if kind == "ApiKey | None" and (value is None or isinstance(value, str)):
         return None if value is None else parse_key(value, name)
     raise TypeError(f"{name}: expected {kind}, found {type(value).__name__}")

@@ -248,8 +248,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, default=99)
     parser.add_argument("--parent", type=int, default=0)
     given = parser.parse_args()
-    from pdctl.core.model import load
-    from pdctl.core.numerics import numerics
+    from pdctl.core.served_model import load_model
     from pdctl.transport.errors import PdctlError
 
     if given.parent:
@@ -261,9 +260,11 @@ def main() -> None:
     try:
         # Before the weights: a daemon that does not fit says so at once.
         Segment.open(name, expected=spec.expected).close()
-        serve(spec, name, given.kind, given.index, load(spec.model_path, numerics(spec.dtype)))
+        serve(spec, name, given.kind, given.index, load_model(spec))
     except PdctlError as error:
         sys.stderr.write(f"error: {error.message}\n")
+        if error.hint is not None:
+            sys.stderr.write(f"next: {error.hint}\n")
         sys.exit(error.exit_code)
 
 

@@ -5,7 +5,7 @@ Called by the zygote (load) and the engines (forward). Knows nothing of rows, st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from pdctl.core import attention
 from pdctl.core.activations import replace_activations
 from pdctl.core.attention import PagedKV, TokenRun
 from pdctl.core.numerics import MIN_FORWARD_ROWS, Numerics
+from pdctl.core.weights.fingerprint import ModelFile, check_config
+from pdctl.core.weights.private_copy import read_weights
 from pdctl.transport.errors import IncompatibleError
 
 _NAME = "pdctl"
@@ -99,30 +101,42 @@ def _check_loaded(path: Path, info: dict[str, Any]) -> None:
         raise IncompatibleError(f"{path}: tensor {name} has shape {list(found)}, expected {list(expected)}")
 
 
-def load(path: Path, numerics: Numerics, progress: Callable[[int, int], None] | None = None) -> Model:
-    """Load a checkpoint for pool attention.
+def load(
+    path: Path,
+    numerics: Numerics,
+    progress: Callable[[int, int], None] | None = None,
+    files: Sequence[ModelFile] = (),
+) -> Model:
+    """Load a checkpoint for pool attention. Nothing of it stays tied to its files.
 
     Args:
         progress: called with (layers done, layers in all) while linear layers are prepared.
+        files: what the checkpoint's files must be; empty: nothing is compared.
 
     Raises:
-        IncompatibleError: a tensor is missing or of another shape.
-        OSError, ValueError: transformers' own, for files it cannot read.
+        IncompatibleError: a tensor is missing or of another shape; a file is damaged, or not what it must be.
+        UsageError: a file cannot be read.
+        OSError, ValueError: transformers' own, for a configuration it cannot read.
     """
     import transformers
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig
     from transformers.masking_utils import AttentionMaskInterface
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     AttentionInterface.register(_NAME, attention.attention_function)
     AttentionMaskInterface.register(_NAME, attention.no_mask)
-    module, info = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=getattr(torch, numerics.dtype),
+    dtype = getattr(torch, numerics.dtype)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    # After it was read: had it been changed before, it would be another now as well.
+    check_config(path, files)
+    module, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=read_weights(path, dtype, files),
+        dtype=dtype,
         attn_implementation=_NAME,
         trust_remote_code=False,
-        local_files_only=True,
         # transformers fills what is missing with random numbers and goes on: we do not.
         ignore_mismatched_sizes=True,
         output_loading_info=True,

@@ -7,9 +7,13 @@ the Hugging Face hub it knows which files to ask for. Called by `pdctl up` and `
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import shutil
 import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +21,6 @@ from typing import Any, Final
 from pdctl.core.checkpoint import (
     PLAIN_NAME,
     WEIGHTS,
-    WEIGHTS_INDEX,
     ModelConfig,
     first_line,
     indexed_shards,
@@ -36,6 +39,7 @@ from pdctl.core.model_cache import (
     tree_bytes,
 )
 from pdctl.core.pull import EMBEDDED, Progress, pull
+from pdctl.core.weights.fingerprint import SMALL_FILES
 from pdctl.transport.errors import CapacityError, NotFoundError, PdctlError, UsageError
 
 
@@ -58,22 +62,11 @@ class StoredModel:
     complete: bool
 
 
+# Which revision is the newest, and its small files: seconds on a slow line.
+_HUB_DEADLINE_S: Final = 30.0
+# Of a wait that takes longer people are told.
+_SILENT_S: Final = 2.0
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-# Everything but the weights.
-_SMALL_FILES: Final = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    WEIGHTS_INDEX,
-)
 
 
 def resolve(model: str, progress: Progress | None = None, allow_pull: bool = True) -> ResolvedModel:
@@ -107,9 +100,11 @@ def resolve(model: str, progress: Progress | None = None, allow_pull: bool = Tru
     if _HUB_ID.fullmatch(model) and "--" not in model and ".." not in model:
         path = _hub_snapshot(model, progress, allow_pull)
         return ResolvedModel(path=path, name=model, config=validate(path))
+    known = {name.lower(): EMBEDDED.name for name in (EMBEDDED.name, EMBEDDED.served_name)}
+    meant = difflib.get_close_matches(model.lower(), known, n=1)
     raise UsageError(
         f"model {model!r} is neither {EMBEDDED.name!r}, nor an existing directory, nor a Hugging Face id (org/name)",
-        hint="pdctl models list",
+        hint=f"did you mean --model {known[meant[0]]}?" if meant else _neighbour(Path(model)) or "pdctl models list",
     )
 
 
@@ -130,6 +125,19 @@ def list_models() -> list[StoredModel]:
     return sorted(found, key=lambda model: (model.name, not model.complete))
 
 
+def check_name(name: str) -> str:
+    """The name, if a model can be stored under it.
+
+    Raises:
+        UsageError: it is a path, or not a name at all.
+    """
+    if not PLAIN_NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is not the name of a stored model: a name has no slashes", hint="pdctl models list"
+        )
+    return name
+
+
 def remove(name: str) -> int:
     """Removes a stored model and what interrupted pulls of it left.
 
@@ -141,11 +149,7 @@ def remove(name: str) -> int:
         NotFoundError: nothing is stored under it.
         PdctlError: it is being pulled, or cannot be removed.
     """
-    if not PLAIN_NAME.fullmatch(name):
-        raise UsageError(
-            f"{name!r} is not the name of a stored model: a name has no slashes", hint="pdctl models list"
-        )
-    path = models_dir() / name
+    path = models_dir() / check_name(name)
     try:
         if not path.is_dir() and not temporaries(path):
             raise NotFoundError(f"model {name} is not in {path.parent}", hint="pdctl models list")
@@ -171,10 +175,12 @@ def _local_path(model: str) -> Path | None:
         path = path.expanduser()
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
+        # "models/tiny" where there is a directory models: a mistyped path, and no hub's organisation.
+        is_path = model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
+        if is_path or (model.count("/") == 1 and path.parent.is_dir()):
             raise UsageError(
                 f"model directory {model} does not exist (looked for {path.absolute()})",
-                hint=f"ls -d {model}",
+                hint=_neighbour(path) or f"ls -d {path.parent}",
             ) from error
         return None
     except OSError as error:
@@ -189,6 +195,16 @@ def _local_path(model: str) -> Path | None:
     return path.resolve()
 
 
+def _neighbour(path: Path) -> str | None:
+    """A hint at what is like it and beside it; None: nothing is."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except (OSError, ValueError):
+        return None
+    found = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean --model {path.parent / found[0]}/?" if found else None
+
+
 # ---- Hugging Face ids ----------------------------------------------------------------------------
 
 
@@ -200,28 +216,53 @@ def _hub_snapshot(repo_id: str, progress: Progress | None, allow_download: bool)
     """
     import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     local_only = constants.HF_HUB_OFFLINE or not allow_download
 
-    def fetch(*weights: str) -> Path:
+    def fetch(*weights: str, revision: str | None = None, local_only: bool = local_only) -> Path:
         return Path(
             huggingface_hub.snapshot_download(
                 repo_id,
-                allow_patterns=[*_SMALL_FILES, *weights],
+                revision=revision,
+                allow_patterns=[*SMALL_FILES, *weights],
                 local_files_only=local_only,
                 tqdm_class=_reporting_tqdm(progress),
             )
         )
 
+    def ask() -> Path:
+        if not local_only:
+            try:
+                huggingface_hub.HfApi().repo_info(repo_id)
+            except HfHubHTTPError:
+                pass  # it answers: what it means is for `fetch` to say
+            except Exception as error:
+                raise _NoHubError(f"was not reached: {type(error).__name__}: {first_line(error)}") from error
+        return fetch()
+
+    silence: _NoHubError | None = None
+    where = f"not (completely) in the Hugging Face cache {constants.HF_HUB_CACHE}"
     try:
-        path = fetch()
+        try:
+            path = _within_deadline(ask, progress)
+        except _NoHubError as error:
+            silence, local_only = error, True
+            path = fetch(local_only=True)
         read_config(path)
-        return fetch(WEIGHTS, *indexed_shards(path))
+        # The snapshot's directory has the revision's name: the hub need not be asked again which one it is.
+        path = fetch(WEIGHTS, *indexed_shards(path), revision=path.name, local_only=local_only)
+        if silence is not None and progress is not None:
+            progress("cached", 0, 0)
+        return path
     except PdctlError:
         raise
     except LocalEntryNotFoundError as error:
-        where = f"not (completely) in the Hugging Face cache {constants.HF_HUB_CACHE}"
+        if silence is not None:
+            raise NotFoundError(
+                f"model {repo_id}: {where}, and the hub {constants.ENDPOINT} {silence}",
+                hint=f"check the network and HF_ENDPOINT, or use the embedded model: --model {EMBEDDED.name}",
+            ) from error
         if constants.HF_HUB_OFFLINE:
             raise NotFoundError(
                 f"model {repo_id}: {where}, and HF_HUB_OFFLINE is set",
@@ -231,8 +272,8 @@ def _hub_snapshot(repo_id: str, progress: Progress | None, allow_download: bool)
             raise NotFoundError(f"model {repo_id}: {where}", hint="allow it to be downloaded") from error
         cause = error.__cause__ or error
         raise NotFoundError(
-            f"model {repo_id}: {where}, and the hub was not reached: {type(cause).__name__}: {first_line(cause)}",
-            hint=f"check the network, or use the embedded model: {EMBEDDED.name}",
+            f"model {repo_id}: {where}, and the hub refuses it: {type(cause).__name__}: {first_line(cause)}",
+            hint="check HF_ENDPOINT and HF_TOKEN, or try again later",
         ) from error
     except RepositoryNotFoundError as error:
         # Gated repositories come here too; the hub does not tell private from absent.
@@ -252,6 +293,33 @@ def _hub_snapshot(repo_id: str, progress: Progress | None, allow_download: bool)
             f"model {repo_id}: {type(error).__name__}: {first_line(error)}",
             hint="check the network and HF_ENDPOINT, HF_TOKEN, HF_HOME",
         ) from error
+
+
+class _NoHubError(Exception):
+    """There is no hub to ask; says why."""
+
+
+def _within_deadline(ask: Callable[[], Path], progress: Progress | None) -> Path:
+    """Asks the hub: which revision is the newest, and for its small files. Its library waits for an answer for ever.
+
+    Raises:
+        _NoHubError: it takes longer than with any hub that answers; says how long.
+    """
+    outcome: Future[Path] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(ask())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # A daemon thread: one that waits for ever must not keep the process.
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    if not wait((outcome,), timeout=_SILENT_S).done and progress is not None:
+        progress("hub", 0, 0)
+    if not wait((outcome,), timeout=_HUB_DEADLINE_S - _SILENT_S).done:
+        raise _NoHubError(f"did not answer within {_HUB_DEADLINE_S:g} s")
+    return outcome.result()
 
 
 def _reporting_tqdm(progress: Progress | None) -> Any:

@@ -30,8 +30,9 @@ from pdctl.core.process import die_with_parent
 from pdctl.transport.errors import CapacityError, IncompatibleError, NotFoundError, PdctlError
 
 Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total): "wait" for another pull (0, 0), "download" in bytes, "convert" in
-tensors, "save" in steps. A total of 0 means unknown."""
+"""Called with (phase, done, total): "wait" for another pull, or for the "hub" (0, 0), which gives no answer, so that
+the "cached" copy is used (0, 0), "download" in bytes, "convert" in tensors, "save" in steps, "check" in bytes. A
+total of 0 means unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,11 +93,13 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
         max_connections,
     )
     from pdctl.core.hosts import Hosts
-    from pdctl.core.tokenizer import Tokenizer, read_sampling_defaults
+    from pdctl.core.served_model import load_tokenizer
 
-    tokenizer = Tokenizer.load(spec.model_path)
-    sampling = read_sampling_defaults(spec.model_path)
-    log.info("requests that do not say: %s", sampling)
+    tokenizer = load_tokenizer(spec)
+    log.info("requests that do not say: %s", spec.sampling)
+    if (end_id := tokenizer.end_token_id) is not None and end_id not in spec.eos_token_ids:
+        ends = "ends answers as well" if end_id < spec.vocab_size else "is not in the model's vocabulary: ignored"
+        log.info("end token %d, which only the tokenizer names, %s", end_id, ends)
     bell = Bell(cluster_dir(spec.state_dir, spec.name), me.slot)
     client = RowClient(
         segment,
@@ -114,7 +116,7 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
             model_name=spec.model_name,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
-            sampling=sampling,
+            sampling=spec.sampling,
             hosts=Hosts(spec.host, spec.allowed_hosts),
             api_key=spec.api_key,
         ),

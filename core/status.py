@@ -809,9 +809,11 @@ def _causes(state: ClusterState, segment: SegmentStatus, supervisor_state: str) 
     if supervisor_state == "gone":
         down = command("down", state.name, state.spec.state_dir)
         causes.append(f"the supervisor (pid {state.supervisor_pid}) is gone: {down}")
-    for name, deaths in state.gave_up.items():
-        by_hand = command(f"restart {name}", state.name, state.spec.state_dir)
-        causes.append(f"{name} gave up after {deaths} deaths in a row; {by_hand}")
+    for name in {**state.gave_up, **state.trouble}:
+        deaths, said = state.gave_up.get(name), state.trouble.get(name)
+        what = "does not start" if deaths is None else f"gave up after {deaths} deaths in a row"
+        by_hand = command(f"{'logs' if deaths is None else 'restart'} {name}", state.name, state.spec.state_dir)
+        causes.append(f"{name} {what}{'' if said is None else f': {said}'}; {by_hand}")
     for role, wanted in (("prefill", state.spec.num_prefill), ("decode", state.spec.num_decode), ("router", 1)):
         ours = [one for one in segment.participants if one.role == role]
         num_ready = sum(one.state == "ready" for one in ours)

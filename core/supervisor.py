@@ -71,6 +71,8 @@ _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 10.0
 # For one process among others that go on: a chunk or step may be long, and nobody is in a hurry.
 _LEAVE_GRACE_S = 15.0
+# Of what a process says about its end: state.json holds it.
+_MAX_WORDS = 1000
 _EXIT_CODES = range(UsageError.exit_code, AlreadyRunningError.exit_code + 1)
 
 
@@ -336,6 +338,7 @@ class Supervisor:
             elif "loaded" in told:
                 self._loaded = True
                 self._zygote.ready = True
+                self._note_trouble(self._zygote, None)
                 emit(event="stage", name="weights", state="done")
                 for child in self._daemons:
                     if child.handle is None and not child.gave_up:
@@ -346,6 +349,7 @@ class Supervisor:
                         self._watch(child, told["forked"])
             elif "error" in told:
                 _log.error("zygote: %s", told["error"])
+                self._note_trouble(self._zygote, told["error"])
                 if not self._announced:
                     raise PdctlError(
                         f"loading {self._spec.model_path}: {told['error']}", hint=self.hint("logs zygote")
@@ -357,6 +361,7 @@ class Supervisor:
                 continue
             if self._stands(child, ParticipantState.READY) or self.is_drained(child):
                 child.ready = True
+                self._note_trouble(child, None)
                 self._note_proof(child)
                 seconds = time.monotonic() - child.started
                 _log.info("%s: ready after %.2f s", child.name, seconds)
@@ -505,8 +510,17 @@ class Supervisor:
     def _note_who_gave_up(self) -> None:
         """Into state.json, for `pdctl status`."""
         gave_up = {child.name: child.quick_deaths for child in self.children if child.gave_up}
-        if gave_up != self._state.gave_up:
-            self._state = replace(self._state, gave_up=gave_up)
+        self._note(gave_up=gave_up)
+
+    def _note_trouble(self, child: Child, words: str | None) -> None:
+        """The same: why a process does not come up; None: it has come up."""
+        trouble = {name: said for name, said in self._state.trouble.items() if name != child.name}
+        self._note(trouble=trouble | ({} if words is None else {child.name: words[:_MAX_WORDS]}))
+
+    def _note(self, **changes: Any) -> None:
+        state = replace(self._state, **changes)
+        if state != self._state:
+            self._state = state
             try:
                 write_state(self._state)
             except OSError as error:
@@ -529,12 +543,15 @@ class Supervisor:
             incarnation, counted = self._segment.participant_word(slot, P.INCARNATION), slot != slots[0]
             self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said, counted=counted))
         self._recover()
-        was_ready = child.ready
+        was_ready, was_told = child.ready, child.kill_at is not None
         child.end(worked=any(self._segment.participant_word(slot, P.STEPS) > 0 for slot in slots))
         if not self._announced and not was_ready:
             raise self._failed_start(child, cause, status)
+        if not (was_ready or was_told or child is self._zygote):  # which has said it over the wire
+            self._note_trouble(child, logs.last_error(self._logs, child.name, child.log_size) or cause)
         if not child.wanted:
             self._daemons.remove(child)
+            self._note_trouble(child, None)
         if child.gave_up:
             _log.error("%s: died %d times in a row, not restarted", child.name, MAX_QUICK_DEATHS)
         self._note_who_gave_up()

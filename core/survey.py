@@ -15,6 +15,7 @@ from pathlib import Path
 from pdctl.core.cluster import (
     ClusterLock,
     ClusterState,
+    command,
     has_supervisor,
     is_cluster_directory,
     is_locked,
@@ -36,8 +37,8 @@ class ClusterSummary:
         phase: starting, running, stopping; crashed: nobody runs it, `collect` removes it; foreign: it runs with
             another state directory.
         state_dir: None for a foreign cluster whose processes do not tell.
-        url, model, ready, wanted, uptime_s, supervisor_pid: None if nothing says so; ready and wanted are
-            daemons by role.
+        url, model, model_path, ready, wanted, uptime_s, supervisor_pid: None if nothing says so; ready and wanted
+            are daemons by role.
         colocated: whether one process is the prefill and the decode daemon.
         segment_bytes: of all its segments.
     """
@@ -47,6 +48,7 @@ class ClusterSummary:
     state_dir: str | None
     url: str | None = None
     model: str | None = None
+    model_path: str | None = None
     ready: dict[str, int] | None = None
     wanted: dict[str, int] | None = None
     colocated: bool = False
@@ -105,6 +107,18 @@ def survey(state_dir: Path) -> list[ClusterSummary]:
     return sorted(found, key=lambda one: (one.phase == "foreign", one.name))
 
 
+def refuse_if_served(state_dir: Path, model: Path) -> None:
+    """Raise AlreadyRunningError if a cluster serves what lies in `model`: it may have to load it once more."""
+    for one in survey(state_dir):
+        if one.phase == "crashed" or one.model_path is None or one.state_dir is None:
+            continue
+        if Path(one.model_path).resolve().is_relative_to(model.resolve()):
+            raise AlreadyRunningError(
+                f"{model} is being served by cluster {one.name!r} at {one.url}",
+                hint=command("down", one.name, Path(one.state_dir)),
+            )
+
+
 def _summary(
     name: str, phase: str, state_dir: Path | None, state: ClusterState | None, segments: list[SegmentName]
 ) -> ClusterSummary:
@@ -121,6 +135,7 @@ def _summary(
         summary,
         url=state.url,
         model=state.spec.model_name,
+        model_path=str(state.spec.model_path),
         ready=_ready(state.segment_name),
         wanted={"prefill": state.spec.num_prefill, "decode": state.spec.num_decode},
         colocated=state.spec.colocated,

@@ -7,9 +7,7 @@ template writes and no others. Knows nothing of HTTP; errors carry the words to 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,6 @@ from pdctl.transport.errors import IncompatibleError
 
 class PromptError(Exception):
     """The client's text or chat cannot be turned into tokens; says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingDefaults:
-    """What a request that does not say gets. top_k 0 and top_p 1 switch filters off."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 class Tokenizer:
@@ -60,6 +49,12 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return len(self._inner)
+
+    @property
+    def end_token_id(self) -> int | None:
+        """The token that ends a text; its class may have one that no file names. None: there is none."""
+        token = self._inner.eos_token_id
+        return token if isinstance(token, int) else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -130,26 +125,3 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-def read_sampling_defaults(path: Path) -> SamplingDefaults:
-    """What generation_config.json asks for, if it asks for sampling; else OpenAI's defaults."""
-    try:
-        raw = json.loads((path / "generation_config.json").read_text())
-    except (OSError, ValueError):
-        return SamplingDefaults()
-    if not isinstance(raw, dict) or raw.get("do_sample") is not True:
-        return SamplingDefaults()
-    plain = SamplingDefaults()
-    temperature = _number(raw.get("temperature"), 0.0, 2.0, plain.temperature)
-    top_p = _number(raw.get("top_p"), 1e-9, 1.0, plain.top_p)
-    top_k = raw.get("top_k")
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or not 0 <= top_k < 1 << 31:
-        top_k = plain.top_k
-    return SamplingDefaults(temperature=temperature, top_p=top_p, top_k=top_k)
-
-
-def _number(value: object, low: float, high: float, otherwise: float) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-        return float(value)
-    return otherwise

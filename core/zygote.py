@@ -48,7 +48,9 @@ def main() -> None:
         _serve(spec, segment_name, wire, given.parent)
     except Exception as error:
         traceback.print_exc()
-        said = error.message if isinstance(error, PdctlError) else f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, PdctlError):
+            said = error.message if error.hint is None else f"{error.message} ({error.hint})"
         _say(wire, error=said.splitlines()[0])
         sys.exit(1)
 
@@ -59,14 +61,9 @@ def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, su
     # OpenMP threads do not survive a fork: this process never starts any.
     torch.set_num_threads(1)
     from pdctl.core.daemon import serve
-    from pdctl.core.model import load
-    from pdctl.core.numerics import numerics
+    from pdctl.core.served_model import load_model
 
-    model = load(
-        spec.model_path,
-        numerics(spec.dtype),
-        lambda done, total: _say(wire, loading=[done, total]) if done % 8 == 0 else None,
-    )
+    model = load_model(spec, lambda done, total: _say(wire, loading=[done, total]) if done % 8 == 0 else None)
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -22,7 +22,8 @@ from pdctl.core.api import MAX_BODY_BYTES, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_PROM
 from pdctl.core.hosts import Hosts
 from pdctl.core.keys import ApiKey
 from pdctl.core.requests import RowClient
-from pdctl.core.tokenizer import SamplingDefaults, Tokenizer
+from pdctl.core.tokenizer import Tokenizer
+from pdctl.core.weights.generation import SamplingDefaults
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import DType, Geometry, H, P, R
 from pdctl.transport.recovery import verify
@@ -197,7 +198,7 @@ class World:
             ServerConfig(
                 model_name=MODEL,
                 vocab_size=options.get("vocab_size", 259),
-                eos_token_ids=(EOS,),
+                eos_token_ids=options.get("eos_token_ids", (EOS,)),
                 sampling=options.get("sampling", SamplingDefaults()),
                 request_timeout_s=options.get("request_timeout_s", 60),
                 hosts=options.get("hosts"),
@@ -575,7 +576,58 @@ async def test_sampling_parameters_reach_the_row(world: World) -> None:
     assert (given.temperature, given.top_p, given.top_k, given.seed) == (1.0, 0.5, 0, 2**64 - 1)
     assert (extreme.temperature, extreme.top_k) == (0.0, 259)
     card = (await world.http.get("/v1/models")).json()["data"][0]
-    assert card["default_sampling_params"] == {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
+    assert card["default_sampling_params"] == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": None,
+    }
+
+
+@in_world(sampling=SamplingDefaults(temperature=0.0, min_p=0.1, repetition_penalty=1.3, max_tokens=3))
+async def test_defaults_of_the_model_hold_until_a_request_says_otherwise(world: World) -> None:
+    """What generation_config.json asks for: max_new_tokens is a default, which what is asked for may exceed."""
+    silent = await world.complete()
+    chat = (await world.post("/v1/chat/completions", messages=[{"role": "user", "content": "ab"}])).json()
+    told = await world.complete(temperature=1, min_p=0, repetition_penalty=1, max_tokens=5, ignore_eos=True)
+    assert [one["usage"]["completion_tokens"] for one in (silent, chat, told)] == [3, 3, 5]
+    for params in world.engine.seen[:2]:
+        assert (params.temperature, params.min_p, params.repetition_penalty) == (0.0, 0.1, 1.3)
+    params = world.engine.seen[2]
+    assert (params.temperature, params.min_p, params.repetition_penalty) == (1.0, 0.0, 1.0)
+
+
+@in_world(sampling=SamplingDefaults(max_tokens=100))
+async def test_a_default_length_never_raises_that_of_completions(world: World) -> None:
+    """As in vLLM: OpenAI's 16 stays the default of completions."""
+    assert (await world.complete(ignore_eos=True))["usage"]["completion_tokens"] == 16
+
+
+@in_world()
+async def test_top_p_zero_is_greedy(world: World) -> None:
+    await world.complete(max_tokens=1, top_p=0, temperature=2)
+    (params,) = world.engine.seen
+    assert params.top_p == 0.0
+    import torch
+
+    from pdctl.core.sampler import sample
+
+    logits = torch.tensor([0.1, 3.0, 2.9, 3.0])
+    drawn = {sample(logits, replace(params, seed=seed, top_k=top_k), 7) for seed in range(50) for top_k in (0, 2)}
+    assert drawn == {1}
+
+
+@in_world(tokenizer=Tokenizer(inner_tokenizer()), eos_token_ids=(5,))
+async def test_an_end_token_that_only_the_tokenizer_has_ends_answers(world: World) -> None:
+    """Its class may have one that no file names: daemons learn of it with the row."""
+    world.engine.reply = lambda prompt: [*ids_of("x"), EOS, *ids_of("yz")]
+    answer = await world.complete(max_tokens=4)
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("x", "stop")
+    await world.complete(max_tokens=4, ignore_eos=True)
+    await world.complete(max_tokens=4, stop_token_ids=[9])
+    assert [params.stop_ids for params in world.engine.seen] == [(EOS,), (), (9, EOS)]
 
 
 @in_world()
@@ -795,7 +847,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *[("max_tokens", value) for value in (0, -1, 1.5, "5", 10**9, 10**30, True, [], float("inf"))],
     *[("max_completion_tokens", value) for value in (0, 10**9)],
     *[("temperature", value) for value in (-1, 3, float("nan"), "hot", True, 10**400)],
-    *[("top_p", value) for value in (0, 1.1, -0.5, float("nan"), "1")],
+    *[("top_p", value) for value in (1.1, -0.5, float("nan"), "1")],
     *[("top_k", value) for value in (-2, 1.5, 10**9, True)],
     *[("seed", value) for value in (1.5, "7", 2**64, -(2**63) - 1, True)],
     *[("n", value) for value in (0, -1, MAX_CHOICES + 1, "1", True, 1.5)],

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -77,6 +78,28 @@ def test_resolve_refuses(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         models.resolve(text)
     assert text.replace("\0", "\\x00") in caught.value.message
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["smollm", "SmolLM2", "smolm2", "smollm2-135m-instruct", "SmolLM2-135M"])
+def test_a_misspelt_name_of_the_embedded_model(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        models.resolve(text)
+    assert caught.value.hint == "did you mean --model smollm2?"
+
+
+@pytest.mark.parametrize("text", ["models/tinny-llama", "./models/tinny-llama", "models/tinny-llama/"])
+def test_a_mistyped_path_is_no_hub_id(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network is asked for it: the directory that it begins with is here."""
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "models" / "tiny-llama")
+    with pytest.raises(UsageError) as caught:
+        models.resolve(text)
+    assert caught.value.message.startswith(f"model directory {text} does not exist")
+    assert caught.value.hint == "did you mean --model models/tiny-llama/?"
+    monkeypatch.chdir(tmp_path / "models")
+    with pytest.raises(UsageError) as caught:
+        models.resolve("tinny-llama")
+    assert caught.value.hint == "did you mean --model tiny-llama/?"
 
 
 def test_resolve_refuses_a_file(tmp_path: Path) -> None:
@@ -162,7 +185,10 @@ def test_hub_out_of_reach_falls_back_on_the_cache(tmp_path: Path) -> None:
     snapshot = hub_cache(tmp_path)
     lines = in_hub_environment(
         """
-        print(models.resolve("org/name").path)
+        def report(phase, done, total):
+            if phase != "hub":  # on a machine that is too busy to refuse at once
+                print(phase, done, total)
+        print(models.resolve("org/name", report).path)
         try:
             models.resolve("org/other")
         except NotFoundError as error:
@@ -171,10 +197,10 @@ def test_hub_out_of_reach_falls_back_on_the_cache(tmp_path: Path) -> None:
         HF_HOME=str(tmp_path),
         HF_ENDPOINT="http://127.0.0.1:9",
     )
-    assert lines[0] == str(snapshot)
-    assert "org/other" in lines[1]
-    assert "not reached" in lines[1]
-    assert len(lines) == 2
+    assert lines[:2] == ["cached 0 0", str(snapshot)]  # not without a word
+    assert "org/other" in lines[2]
+    assert "http://127.0.0.1:9 was not reached: ConnectError" in lines[2]
+    assert len(lines) == 3
 
 
 class HubHandler(http.server.BaseHTTPRequestHandler):
@@ -272,6 +298,36 @@ def test_hub_model_is_refused_before_its_weights(hub: tuple[str, type[HubHandler
     assert lines[0].startswith("GPT2LMHeadModel")
     assert "config.json" in handler.served
     assert not any(name.endswith(".safetensors") for name in handler.served)
+
+
+@pytest.fixture
+def silent_hub() -> Iterator[str]:
+    """A hub that takes every connection and never answers."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+
+
+def test_a_hub_that_never_answers(tmp_path: Path, silent_hub: str) -> None:
+    """The wait has an end and is told; a cached model is served nevertheless, which is told as well."""
+    snapshot = hub_cache(tmp_path)
+    lines = in_hub_environment(
+        """
+        models._HUB_DEADLINE_S, models._SILENT_S = 0.5, 0.1
+        print(models.resolve("org/name", print).path)
+        try:
+            models.resolve("org/other", print)
+        except NotFoundError as error:
+            print(error.message)
+        """,
+        HF_HOME=str(tmp_path),
+        HF_ENDPOINT=silent_hub,
+    )
+    assert lines[:3] == ["hub 0 0", "cached 0 0", str(snapshot)]
+    assert lines[3] == "hub 0 0"
+    assert lines[4].startswith("model org/other: not (completely) in the Hugging Face cache")
+    assert lines[4].endswith(f"and the hub {silent_hub} did not answer within 0.5 s")
+    assert len(lines) == 5
 
 
 # ---- list, remove, and the commands -----------------------------------------------------------------

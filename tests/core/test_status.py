@@ -424,6 +424,16 @@ def test_who_gave_up_is_named_with_what_to_do(cluster: Cluster) -> None:
     assert cause == f"prefill-1 gave up after 8 deaths in a row; pdctl restart prefill-1 {place}"
 
 
+def test_what_does_not_come_up_is_named_with_its_words(cluster: Cluster) -> None:
+    place = f"--name {cluster.name} --state-dir {cluster.state_dir}"
+    state = dataclasses.replace(cluster.state(), trouble={"zygote": "model.safetensors is not as it was"})
+    (cause,) = cluster_status_of(state, described(cluster)).causes
+    assert cause == f"zygote does not start: model.safetensors is not as it was; pdctl logs zygote {place}"
+    (cause,) = cluster_status_of(dataclasses.replace(state, gave_up={"zygote": 8}), described(cluster)).causes
+    said = "gave up after 8 deaths in a row: model.safetensors is not as it was"
+    assert cause == f"zygote {said}; pdctl restart zygote {place}"
+
+
 def test_no_ready_prefill(cluster: Cluster) -> None:
     cluster.prefill.me.put(P.STATE, ParticipantState.STARTING)
     (cause,) = cluster_status_of(cluster.state(), described(cluster)).causes

@@ -19,6 +19,7 @@ from pdctl.cli.tables import clusters_view
 from pdctl.core import survey
 from pdctl.core.cluster import is_cluster_directory
 from pdctl.core.survey import collect, leftovers
+from pdctl.transport.errors import AlreadyRunningError
 from pdctl.transport.layout import P
 from pdctl.transport.names import all_segments, cluster_dir, log_dir
 from pdctl.transport.segment import ParticipantState
@@ -198,3 +199,37 @@ def test_one_process_for_both_is_listed_as_one(cluster: Cluster) -> None:
     cluster.decode.me.put(P.STATE, ParticipantState.STARTING)
     (line,) = [line for line in run(cluster, "ls").splitlines() if line.startswith(cluster.name[:14])]
     assert " 0/1PD " in line
+
+
+# --- a model that is served --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_model_that_is_served_is_not_removed(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """Nor if the cluster's state directory is another one, as far as its processes tell which."""
+    monkeypatch.setenv("PDCTL_CACHE_DIR", str(tmp_path / "cache"))
+    served, other = (tmp_path / "cache" / "models" / name for name in ("served", "other"))
+    for path in (served, other):
+        path.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(served)
+    cluster.run(cluster.state(model_path=tmp_path / "link"))
+    monkeypatch.setattr(survey, "_state_dir_in_use", lambda name: cluster.state_dir)
+    directory = tmp_path / "mine" if elsewhere else cluster.state_dir
+    refused = CliRunner().invoke(app, ["models", "rm", "served", "--state-dir", str(directory)])
+    error = refused.exception
+    assert isinstance(error, AlreadyRunningError)
+    assert error.message == f"{served} is being served by cluster {cluster.name!r} at http://127.0.0.1:8000"
+    assert error.hint == f"pdctl down --name {cluster.name} --state-dir {cluster.state_dir}"
+    assert served.exists()
+    assert "Removed other" in run_in(directory, "models", "rm", "other")
+    cluster.lock.release(remove=False)
+    cluster.supervisor.segment.close()
+    assert "Removed served" in run_in(directory, "models", "rm", "served")
+
+
+def run_in(directory: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, [*arguments, "--state-dir", str(directory)])
+    assert result.exit_code == 0, result
+    return result.output
