@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return len(self._inner)
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """Of all tokens: no text of so many tokens is longer than so many times this."""
+        return max(map(len, (*self._inner.get_vocab(), *self._added.values())))
 
     @property
     def has_chat_template(self) -> bool:

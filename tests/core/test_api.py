@@ -17,8 +17,14 @@ import httpx
 import pytest
 from tokenizer_kinds import CORPUS, MANY, build
 
-from pdctl.core import api
-from pdctl.core.api import MAX_BODY_BYTES, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_PROMPTS, ServerConfig, create_app
+from pdctl.core.api import (
+    MAX_BODY_BYTES,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_PROMPTS,
+    ServerConfig,
+    create_app,
+)
 from pdctl.core.hosts import Hosts
 from pdctl.core.keys import ApiKey
 from pdctl.core.requests import RowClient
@@ -273,6 +279,7 @@ def in_world(**options: Any) -> Callable[[Scenario], Callable[[Path], None]]:
                     await world.settle()
                 finally:
                     engine.cancel()
+                    world.app.state.close()
                     world.client.begin_shutdown("over")
                     await world.client.finish_shutdown(1)
                 assert set(world.segment.rows.states()) == {RowState.FREE}
@@ -955,34 +962,49 @@ async def test_large_bodies(world: World) -> None:
     huge = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
     check_error(await world.http.post("/v1/completions", content=huge, headers=headers), 413)
     check_error(await world.http.post("/v1/completions", content=drip(), headers=headers), 413)
-    large = await world.post(prompt="x" * 100_000)
-    assert "100001" in check_error(large, 400, "prompt")["message"]
+    too_long = await world.post(prompt="x" * 1000)
+    assert "1001" in check_error(too_long, 400, "prompt")["message"]
+    # No token has more than the five characters of <unk>: this is refused without being tokenized.
+    for path, param, body in (
+        ("/v1/completions", "prompt", {"prompt": ["ab", "x" * 100_000]}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "x", "name": "x" * 100_000}]}),
+    ):
+        error = check_error(await world.post(path, **body), 400, param)
+        assert error["code"] == "context_length_exceeded"
+        assert "1280" in error["message"] and "100000" in error["message"]
 
 
 @in_world()
 async def test_bodies_on_their_way_in_have_a_limit_together(world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "MAX_BODIES_BYTES", 100)
-        await check_body_room(world)
-
-
-async def check_body_room(world: World) -> None:
-    more = asyncio.Event()
+    """And so have the prompts that came out of them, for as long as they wait or are worked on."""
+    more, held = asyncio.Event(), world.app.state.held
+    held.limit = 2000
 
     async def slow() -> Any:
-        yield b'{"prompt": "' + b"x" * 50
+        yield b'{"prompt": "' + b"x" * 200
         await more.wait()
         yield b'"}'
 
     headers = {"content-type": "application/json"}
     under_way = asyncio.create_task(world.http.post("/v1/completions", content=slow(), headers=headers))
-    await asyncio.sleep(0.05)
-    refused = await world.post(prompt="y" * 50)
+    while not held.taken:
+        await asyncio.sleep(0)
+    refused = await world.post(prompt=["y" * 200] * 10)
     assert check_error(refused, 503)["code"] == "too_many_bodies"
     assert refused.headers["retry-after"] == "1"
+    world.engine.paused = True
     more.set()
+    while not world.client.num_live:
+        await asyncio.sleep(0)
+    assert held.taken == 4 * 201
+    assert check_error(await world.post(prompt=["y" * 99] * 3), 503)["code"] == "too_many_bodies"
+    world.engine.paused = False
     assert (await under_way).status_code == 200
-    assert (await world.post(prompt="y" * 50)).status_code == 200
+    assert held.taken == 0
+    for stream in (False, True):
+        assert (await world.post(prompt=["y" * 99] * 3, stream=stream)).status_code == 200
+        assert held.taken == 0
 
 
 @in_world(api_key=ApiKey("key"), hosts=Hosts("127.0.0.1"))
@@ -1248,6 +1270,23 @@ async def test_metrics_of_rows_under_way_and_of_what_did_not_finish(world: World
     assert after["pdctl_generation_tokens_total"] >= before["pdctl_generation_tokens_total"]
     assert after["pdctl_e2e_request_latency_seconds_count"] == 1
     assert after["pdctl_request_generation_tokens_sum"] == 1
+    # That of the answer whose client left was told when it came.
+    assert before["pdctl_time_to_first_token_seconds_count"] == 1
+    assert after["pdctl_time_to_first_token_seconds_count"] == 2
+
+
+@in_world()
+async def test_what_the_server_gives_up_is_no_cancellation(world: World) -> None:
+    """Nobody there to begin it, at the door or later: the client gets an error, and did not leave."""
+    world.engine.decode.put(P.STATE, ParticipantState.STARTING)
+    world.engine.paused = True
+    world.client.readiness.absence_limit_s = 0.05
+    for code in ("no_daemon", "no_daemon"):
+        assert check_error(await world.post(prompt="ab"), 503)["code"] == code
+    counted = await world.metrics()
+    outcomes = {"finished": 0, "cancelled": 0, "failed": 1, "rejected": 1}
+    assert {name: counted[f'pdctl_requests_total{{outcome="{name}"}}'] for name in outcomes} == outcomes
+    world.engine.decode.put(P.STATE, ParticipantState.READY)
 
 
 @in_world(request_timeout_s=0.1)
@@ -1257,6 +1296,9 @@ async def test_deadlines(world: World) -> None:
     events = await world.events(prompt="ab")
     assert [event["error"]["code"] for event in events] == ["timeout"]
     await world.settle()
+    counted = await world.metrics()
+    assert counted['pdctl_requests_total{outcome="failed"}'] == 2
+    assert counted['pdctl_requests_total{outcome="cancelled"}'] == 0
 
 
 @in_world()
