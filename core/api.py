@@ -414,9 +414,8 @@ class Api:
             tokenizer, vocab_size=config.vocab_size, max_context=client.segment.geometry.max_context
         )
         self._prompts.warm_up()
-        self._short_reader, self._long_reader = (
-            Reader(self._read_packed, timeout_s=READ_TIMEOUT_S) for _ in range(2)
-        )
+        # Of bodies up to _SHORT_BODY_BYTES, and of larger ones.
+        self.readers = tuple(Reader(self._read_packed, timeout_s=READ_TIMEOUT_S) for _ in range(2))
         self._document = document(
             config.model_name,
             {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest},
@@ -459,7 +458,7 @@ class Api:
 
     def close(self) -> None:
         """End the processes that read for us."""
-        for reader in (self._short_reader, self._long_reader):
+        for reader in self.readers:
             reader.close()
 
     async def metrics(self, http: Request) -> Response:
@@ -540,7 +539,7 @@ class Api:
             request = _validate(schema, _decode(body))
             if _num_prompts(request) <= _INLINE_PROMPTS:
                 return request, self._read_prompts(request)
-        reader = self._short_reader if len(body) <= _SHORT_BODY_BYTES else self._long_reader
+        reader = self.readers[len(body) > _SHORT_BODY_BYTES]
         try:
             packed = await reader.run(bytes((_SCHEMAS.index(schema),)), body)
         except TimeoutError:
@@ -741,8 +740,11 @@ def _unpack(schema: type[_GenerationRequest], packed: memoryview) -> tuple[_Gene
 
 
 def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The ASGI application over one segment. Its `state` has `close`, which ends the processes that it has started,
-    and `held`, the memory of requests."""
+    """The ASGI application over one segment.
+
+    Its `state` has `close`, which ends the processes that it has started, the `readers` of these, and `held`, the
+    memory of requests.
+    """
     api = Api(client, tokenizer, config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     for path, handler, method in (
@@ -781,5 +783,5 @@ def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) ->
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_bug)
     app.add_middleware(Gate, hosts=config.hosts, key=config.api_key)
-    app.state.close, app.state.held = api.close, api.held
+    app.state.close, app.state.held, app.state.readers = api.close, api.held, api.readers
     return app

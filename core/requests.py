@@ -304,7 +304,7 @@ class RowClient:
     # --- requests ------------------------------------------------------------------------------------------
 
     def admit(self, tokens: Sequence[int]) -> None:
-        """Refuse a request that would have to wait while as many wait already as may.
+        """Refuse a request that would have to wait while as many wait already as may, or will when prefill is done.
 
         Its further prompts need no admission: they wait their turn for a row.
 
@@ -317,10 +317,21 @@ class RowClient:
         """
         if self._closing:
             raise ShuttingDownError
-        queued = self.num_queued
+        queued = self.num_queued + self._count_soon_queued()
         if queued >= self._max_queue and not self._starts_at_once(tokens):
             self.segment.words[H.REJECTED] += 1
-            raise QueueFullError(f"{queued} requests wait for a daemon, at most {self._max_queue} may (--max-queue)")
+            raise QueueFullError(
+                f"{queued} requests wait for a daemon, or will after prefill; "
+                f"at most {self._max_queue} may (--max-queue)"
+            )
+
+    def _count_soon_queued(self) -> int:
+        """Rows in prefill that will have to wait for decode after it, as things are."""
+        states = self._rows.states()
+        if not (prefilling := states.count(int(RowState.PREFILLING))):
+            return 0
+        free = self._free_places(Role.DECODE, self._max_batch)
+        return min(prefilling, max(0, prefilling + states.count(int(RowState.READY)) - free))
 
     def _starts_at_once(self, tokens: Sequence[int]) -> bool:
         """Whether every daemon that it needs is free for it, and nobody else is on the way to that daemon."""

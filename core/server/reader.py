@@ -71,6 +71,8 @@ class Reader:
         async with self._turn:
             if self._idle is not None:
                 self._idle.cancel()
+            if self._child is not None and not self._child.lives():
+                self.close()
             if self._child is None:
                 self._child = _Child(self._work)
             healthy = False
@@ -109,6 +111,10 @@ class _Child:
         ours.setblocking(False)
         self._socket = ours
 
+    def lives(self) -> bool:
+        """Whether nobody has killed it while it had nothing to do."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
     async def ask(self, job: tuple[Buffer, ...]) -> memoryview:
         loop, ours = asyncio.get_running_loop(), self._socket
         try:
@@ -122,7 +128,7 @@ class _Child:
         if answer[0] == _DONE:
             return answer[1:]
         if answer[0] == _NO_MEMORY:
-            raise ReaderMemoryError
+            raise ReaderMemoryError(f"the work would take more than {MEMORY_BYTES} bytes of memory")
         raise ReaderError(str(answer[1:], "utf-8", "replace"))
 
     async def _receive(self, length: int) -> bytearray:
