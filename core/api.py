@@ -10,50 +10,41 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from pdctl.core.api_errors import ApiError, encode, error_body, json_response
 from pdctl.core.gate import Gate
 from pdctl.core.hosts import Hosts
 from pdctl.core.keys import ApiKey
-from pdctl.core.logprobs import chat_logprobs, completion_logprobs
 from pdctl.core.metrics import Metrics
 from pdctl.core.openapi import document
-from pdctl.core.readiness import Readiness
-from pdctl.core.requests import (
-    Choice,
-    Delta,
-    QueueFullError,
-    RowClient,
-    RowRequest,
-    ShuttingDownError,
-)
-from pdctl.core.tokenizer import PromptError, Tokenizer
+from pdctl.core.requests import RowClient, RowRequest
+from pdctl.core.server.answer import Answer, EventStream, Plan, WholeAnswer, no_daemon_error, until_disconnect
+from pdctl.core.server.body import MAX_BODY_BYTES, MAX_HELD_BYTES, read_body
+from pdctl.core.server.held_bytes import Held, HeldBytes
+from pdctl.core.server.prompts import Ids, PromptReader, outside_vocabulary
+from pdctl.core.server.reader import Reader, ReaderError, ReaderMemoryError
+from pdctl.core.tokenizer import Tokenizer
 from pdctl.core.weights.generation import SamplingDefaults
-from pdctl.transport.errors import CapacityError, PdctlError, UsageError
-from pdctl.transport.layout import MAX_LOGPROBS
-from pdctl.transport.rows import RowParams, RowState, TokenLogprobs
+from pdctl.transport.layout import MAX_LOGPROBS, H
+from pdctl.transport.rows import RowParams
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 << 20
-# Of all bodies that are on their way in at one time.
-MAX_BODIES_BYTES = 256 << 20
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_STOP_IDS = 128
@@ -64,18 +55,22 @@ MAX_CHOICES = 16
 MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_COMPLETION_TOKENS = 16
 REQUEST_TIMEOUT_S = 600.0
-BODY_TIMEOUT_S = 60.0
-# What a client that reads slowly gets on top of its deadline, to take what is ready.
-_SLOW_CLIENT_S = 30.0
+# What fits is read on the loop: some 20 ms at worst. The rest, in another process.
+INLINE_BODY_BYTES = 16 << 10
+_INLINE_PROMPTS = 64
+# Larger bodies have a reader of their own: they take it for seconds, and others must not wait that long.
+_SHORT_BODY_BYTES = 256 << 10
+READ_TIMEOUT_S = 60.0
 # Below this a temperature is greedy: dividing by it would leave the range of float32.
 _GREEDY_BELOW = 1e-5
-# Longer texts are tokenized on a thread: it takes milliseconds, and other streams must not wait.
-_INLINE_CHARS = 4096
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 _SEED_MASK = (1 << 64) - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
-_T = TypeVar("_T")
+# Of what a client sent, shown to it again.
+_MAX_SHOWN_CHARS = 200
+# An error a field is enough to name the first.
+_MAX_UNKNOWN_FIELDS = 16
 
 
 # --- what clients may send ---------------------------------------------------------------------------------
@@ -327,7 +322,7 @@ class ChatMessage(_Strict):
 
 
 class ChatRequest(_GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     # Known and not supported yet.
@@ -347,7 +342,8 @@ class ChatRequest(_GenerationRequest):
 _Request = TypeVar("_Request", bound=_GenerationRequest)
 
 
-def _parse(schema: type[_Request], body: bytes) -> _Request:
+def _decode(body: bytearray) -> dict[str, Any]:
+    """A body's JSON object."""
     if not body.strip():
         raise ApiError(400, "the body is empty; expected a JSON object")
     try:
@@ -360,6 +356,14 @@ def _parse(schema: type[_Request], body: bytes) -> _Request:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def _validate(schema: type[_Request], value: dict[str, Any]) -> _Request:
+    known = schema.model_fields.keys()
+    if len(value) > len(known) + _MAX_UNKNOWN_FIELDS:
+        unknown = [name for name in value if name not in known]
+        value = {name: value[name] for name in value.keys() - unknown[_MAX_UNKNOWN_FIELDS:]}
     try:
         return schema.model_validate(value)
     except ValidationError as error:
@@ -368,7 +372,7 @@ def _parse(schema: type[_Request], body: bytes) -> _Request:
 
 def _first_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(map(str, first["loc"])) or None
+    param = ".".join(map(str, first["loc"]))[:_MAX_SHOWN_CHARS] or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: unknown field", param=param, code="unknown_parameter")
     if first["type"] == "missing":
@@ -378,59 +382,7 @@ def _first_error(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param or 'body'}: {first['msg']}{shown}", param=param, code="invalid_value")
 
 
-@dataclass
-class _BodyRoom:
-    """Bytes of all bodies that are being received: many clients must not take all memory together."""
-
-    taken: int = 0
-
-
-async def _read_body(http: Request, room: _BodyRoom) -> bytes:
-    kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"content type {kind or '(none)'}: expected application/json")
-    too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
-    length = http.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in http.stream():
-                body += part
-                room.taken += len(part)
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-                if room.taken > MAX_BODIES_BYTES:
-                    message = f"more than {MAX_BODIES_BYTES} bytes of requests are on their way in"
-                    raise ApiError(503, message, code="too_many_bodies", retry_after_s=1)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
-    finally:
-        room.taken -= len(body)
-    return bytes(body)
-
-
-# --- one request under way ---------------------------------------------------------------------------------
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Run `work` while the client is there; None if it left, once `work` has been cancelled and is over."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+# --- the application --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,298 +396,6 @@ class ServerConfig:
     request_timeout_s: float = REQUEST_TIMEOUT_S
     hosts: Hosts | None = None
     api_key: ApiKey | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A checked request: nothing in it can be refused any more, but for want of room.
-
-    Attributes:
-        rows: `num_choices` per prompt, prompt by prompt.
-        hidden_ids: ids that end an answer without being part of it.
-        wants_logprobs: so do all rows.
-    """
-
-    request_id: str
-    created: int
-    model: str
-    chat: bool
-    rows: tuple[RowRequest, ...]
-    num_choices: int
-    hidden_ids: frozenset[int]
-    stops: tuple[str, ...]
-    deadline_ns: int
-    include_usage: bool
-    return_token_ids: bool
-    wants_logprobs: bool
-    timings: bool
-
-
-class Answer:
-    """The answer to one HTTP request: its choices, and the waiting for them.
-
-    Args:
-        observe: told of every choice that is done.
-
-    Attributes:
-        outcome: how the stream of events ended, for the log.
-    """
-
-    def __init__(
-        self, plan: Plan, client: RowClient, tokenizer: Tokenizer, observe: Callable[[Choice], None]
-    ) -> None:
-        self.plan = plan
-        self.choices: list[Choice] = []
-        self.outcome = "streamed"
-        self._client = client
-        self._tokenizer = tokenizer
-        self._observe = observe
-        self._news = asyncio.Event()
-
-    async def submit(self) -> None:
-        """Put all requests into rows, waiting for rows if need be. On an error, none is left in one."""
-        plan = self.plan
-        try:
-            self._client.admit(plan.rows[0].tokens)
-            for index, row in enumerate(plan.rows):
-                stream = await self._client.submit(row, self._news.set)
-                self.choices.append(
-                    Choice(index, stream, self._tokenizer, hidden_ids=plan.hidden_ids, stops=plan.stops)
-                )
-        except Exception as error:
-            self.cancel()
-            refusal = _submit_error(error, plan)
-            if refusal is None:
-                raise
-            raise refusal from error
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        """Want no more; rows that have ended are not touched."""
-        for choice in self.choices:
-            choice.stream.cancel()
-
-    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
-        """What comes, choice by choice, until all are done.
-
-        Raises:
-            ApiError: one of them failed, or the deadline passed.
-        """
-        deadline = asyncio.get_running_loop().call_at(self.plan.deadline_ns / 1e9, self._news.set)
-        try:
-            waiting = list(self.choices)
-            while waiting:
-                await self._news.wait()
-                self._news.clear()
-                for choice in waiting:
-                    delta = choice.advance()
-                    if choice.failure is not None:
-                        raise self._failure(choice)
-                    if choice.is_done:
-                        self._observe(choice)
-                    if delta.token_ids or delta.text or choice.is_done:
-                        yield choice, delta
-                waiting = [choice for choice in waiting if not choice.is_done]
-                if waiting and time.monotonic_ns() >= self.plan.deadline_ns:
-                    raise _deadline_error(self.plan)
-        finally:
-            deadline.cancel()
-
-    def _failure(self, choice: Choice) -> ApiError:
-        end = choice.failure
-        if self._client.is_closing:
-            return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
-        if end is not None and end.no_daemon:
-            return _no_daemon_error(self._client.readiness, end.error)
-        if end is not None and end.state is RowState.FAILED:
-            log.error("%s failed: %s", self.plan.request_id, end.error)
-            return ApiError(500, f"generation failed: {end.error}", code="engine_failed")
-        if time.monotonic_ns() >= self.plan.deadline_ns:
-            return _deadline_error(self.plan)
-        return ApiError(500, "generation was cancelled", code="cancelled")
-
-    # --- in OpenAI's words ---------------------------------------------------------------------------------
-
-    def usage(self) -> dict[str, object]:
-        """Each prompt counts once, however many answers it has: as its first answer found it."""
-        firsts = self.choices[:: self.plan.num_choices]
-        prompt = sum(len(choice.stream.request.tokens) for choice in firsts)
-        completion = sum(choice.num_tokens for choice in self.choices)
-        cached = sum(choice.stream.stats().cached_tokens for choice in firsts)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-
-    def timings(self) -> object:
-        """One object; for several choices a list of them, in their order."""
-        found = [asdict(choice.stream.stats()) for choice in self.choices]
-        for stats in found:
-            del stats["cached_tokens"]
-        return found[0] if len(found) == 1 else found
-
-    def _envelope(self, *, chunk: bool) -> dict[str, object]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.plan.chat else "text_completion"
-        plan = self.plan
-        return {"id": plan.request_id, "object": kind, "created": plan.created, "model": plan.model}
-
-    async def collect(self) -> dict[str, object]:
-        """The whole answer as one object."""
-        texts = ["" for _ in self.choices]
-        token_ids: list[list[int]] = [[] for _ in self.choices]
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in self.choices]
-        offsets: list[list[int]] = [[] for _ in self.choices]
-        async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
-            async for choice, delta in deltas:
-                texts[choice.index] += delta.text
-                token_ids[choice.index] += delta.token_ids
-                logprobs[choice.index] += delta.logprobs
-                offsets[choice.index] += delta.text_offsets
-        choices = []
-        for choice in self.choices:
-            at = choice.index
-            one: dict[str, object] = {"index": at}
-            if self.plan.chat:
-                one["message"] = {"role": "assistant", "content": texts[at]}
-            else:
-                one["text"] = texts[at]
-            one |= {"logprobs": self._logprobs(logprobs[at], offsets[at]), "finish_reason": choice.finish_reason}
-            if self.plan.return_token_ids:
-                one["token_ids"] = token_ids[at]
-            choices.append(one)
-        answer = self._envelope(chunk=False) | {"choices": choices, "usage": self.usage()}
-        if self.plan.timings:
-            answer["timings"] = self.timings()
-        return answer
-
-    def _logprobs(self, logprobs: list[TokenLogprobs], text_offsets: list[int]) -> dict[str, object] | None:
-        if not self.plan.wants_logprobs:
-            return None
-        if self.plan.chat:
-            return chat_logprobs(self._tokenizer, logprobs)
-        return completion_logprobs(self._tokenizer, logprobs, text_offsets)
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events; a failure is the last event."""
-        try:
-            async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
-                async for event in self._chunks(deltas):
-                    yield b"data: " + encode(event).encode() + b"\n\n"
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:
-            self.outcome = f"failed ({error.code})"
-            yield b"data: " + encode(error.body()).encode() + b"\n\n"
-
-    async def _chunks(self, deltas: AsyncIterator[tuple[Choice, Delta]]) -> AsyncIterator[dict[str, object]]:
-        plan, envelope = self.plan, self._envelope(chunk=True)
-        begun: set[int] = set()
-        async for choice, delta in deltas:
-            if plan.chat and choice.index not in begun:
-                role = {"role": "assistant", "content": ""}
-                yield envelope | {"choices": [self._piece(choice.index, role, None)]}
-                begun.add(choice.index)
-            # Of a token without text too, as in vLLM: whoever measures sees every step.
-            content: object = delta.text
-            if plan.chat:
-                content = {"content": delta.text} if delta.text or not choice.is_done else {}
-            piece = self._piece(choice.index, content, choice.finish_reason)
-            if delta.logprobs:
-                piece["logprobs"] = self._logprobs(delta.logprobs, delta.text_offsets)
-            if plan.return_token_ids:
-                piece["token_ids"] = delta.token_ids
-            event = envelope | {"choices": [piece]}
-            last = choice.is_done and all(other.is_done for other in self.choices)
-            if last and plan.timings and not plan.include_usage:
-                event["timings"] = self.timings()
-            yield event
-        if plan.include_usage:
-            event = envelope | {"choices": [], "usage": self.usage()}
-            if plan.timings:
-                event["timings"] = self.timings()
-            yield event
-
-    def _piece(self, index: int, content: object, finish_reason: str | None) -> dict[str, object]:
-        name = "delta" if self.plan.chat else "text"
-        return {"index": index, name: content, "logprobs": None, "finish_reason": finish_reason}
-
-    def log_line(self, status: object) -> None:
-        took_ms = (time.monotonic_ns() - self.plan.rows[0].received_ns) / 1e6
-        log.info(
-            "%s %s %s prompt=%d completion=%d finish=%s %.0f ms",
-            self.plan.request_id,
-            "chat" if self.plan.chat else "completion",
-            status,
-            sum(len(row.tokens) for row in self.plan.rows[:: self.plan.num_choices]),
-            sum(choice.num_tokens for choice in self.choices),
-            ",".join(choice.finish_reason or "-" for choice in self.choices),
-            took_ms,
-        )
-
-
-def _no_daemon_error(readiness: Readiness, words: str) -> ApiError:
-    return ApiError(503, words, code="no_daemon", retry_after_s=math.ceil(readiness.absence_limit_s))
-
-
-def _deadline_error(plan: Plan) -> ApiError:
-    allowed_s = (plan.deadline_ns - plan.rows[0].received_ns) / 1e9
-    return ApiError(504, f"not finished within {allowed_s:g} s", code="timeout")
-
-
-def _submit_error(error: Exception, plan: Plan) -> ApiError | None:
-    """What the client is told of an error of `RowClient.submit`; None: a bug."""
-    if isinstance(error, QueueFullError):
-        return ApiError(429, f"overloaded: {error}", code="queue_full", retry_after_s=1)
-    if isinstance(error, ShuttingDownError):
-        return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
-    if isinstance(error, TimeoutError):
-        return _deadline_error(plan)
-    if isinstance(error, CapacityError | UsageError):
-        return ApiError(400, error.message, code="capacity_exceeded")
-    if isinstance(error, PdctlError):
-        log.error("%s: %s", plan.request_id, error)
-        return ApiError(503, error.message, code="unavailable", retry_after_s=1)
-    return None
-
-
-class EventStream(Response):
-    """Sends an answer's events; cancels its rows the moment the client leaves."""
-
-    def __init__(self, answer: Answer) -> None:
-        headers = {
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-            "X-Request-Id": answer.plan.request_id,
-        }
-        super().__init__(None, 200, headers, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer, status = self._answer, "client left"
-        try:
-            async with asyncio.timeout_at(answer.plan.deadline_ns / 1e9 + _SLOW_CLIENT_S):
-                if await until_disconnect(receive, self._send_all(send)):
-                    status = answer.outcome
-        except TimeoutError:
-            status = "client too slow"
-        finally:
-            answer.cancel()
-            answer.log_line(status)
-
-    async def _send_all(self, send: Send) -> bool:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._answer.events()) as events:  # type: ignore[type-var]
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return True
-
-
-# --- the application ---------------------------------------------------------------------------------------
 
 
 class Api:
@@ -752,8 +412,15 @@ class Api:
         is_new = end_id is not None and end_id not in config.eos_token_ids and end_id < config.vocab_size
         self._further_end_ids = (end_id,) if end_id is not None and is_new else ()
         self._metrics = Metrics(client)
+        client.on_first_token = self._metrics.observe_first_token
         self._started = int(time.time())
-        self._body_room = _BodyRoom()
+        self.held = HeldBytes(MAX_HELD_BYTES)
+        self._prompts = PromptReader(
+            tokenizer, vocab_size=config.vocab_size, max_context=client.segment.geometry.max_context
+        )
+        self._prompts.warm_up()
+        # Of bodies up to _SHORT_BODY_BYTES, and of larger ones.
+        self.readers = tuple(Reader(self._read_packed, timeout_s=READ_TIMEOUT_S) for _ in range(2))
         self._document = document(
             config.model_name,
             {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest},
@@ -794,6 +461,11 @@ class Api:
     async def openapi(self, http: Request) -> Response:
         return json_response(self._document)
 
+    def close(self) -> None:
+        """End the processes that read for us."""
+        for reader in self.readers:
+            reader.close()
+
     async def metrics(self, http: Request) -> Response:
         """What Prometheus scrapes."""
         return Response(self._metrics.text(), media_type=Metrics.content_type)
@@ -816,80 +488,114 @@ class Api:
         given = http.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"{prefix}-{secrets.token_hex(16)}"
         http.state.request_id = request_id
+        held, answer = Held(self.held), None
         try:
-            request = _parse(schema, await _read_body(http, self._body_room))
-            answer = await until_disconnect(http.receive, self._answer(request, request_id, received_ns))
+            body = await read_body(http, held)
+            answer = await until_disconnect(http.receive, self._answer(schema, body, held, request_id, received_ns))
         except ApiError as error:
             log.info("%s %s %d %s", request_id, http.url.path, error.status, error.code or "refused")
             raise
         except ClientDisconnect:
-            answer = None
+            pass
+        finally:
+            if not isinstance(answer, EventStream):  # which has only begun
+                held.release()
         if answer is None:
             log.info("%s %s client left", request_id, http.url.path)
             return Response(status_code=499)  # nobody reads it
         return answer
 
-    async def _answer(self, request: _GenerationRequest, request_id: str, received_ns: int) -> Response:
+    async def _answer(
+        self, schema: type[_GenerationRequest], body: bytearray, held: Held, request_id: str, received_ns: int
+    ) -> Response:
+        request, prompts = await self._read(schema, body)
+        body.clear()  # our caller has it, too, to the end of the answer
         self._check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options: only with stream: true", param="stream_options")
         if self._readiness.is_loading():
-            raise ApiError(503, "the model is loading", code="loading", retry_after_s=1)
+            raise self._turned_away(ApiError(503, "the model is loading", code="loading", retry_after_s=1))
         if self._readiness.absent():
-            raise _no_daemon_error(self._readiness, self._readiness.absence_words())
-        prompts = await self._tokenize(request)
+            raise self._turned_away(no_daemon_error(self._readiness, self._readiness.absence_words()))
+        if isinstance(prompts, ApiError):
+            raise prompts
+        held.set(sum(len(prompt) * prompt.itemsize for prompt in prompts))
         plan = self._plan(request, prompts, request_id, received_ns)
-        answer = Answer(plan, self._client, self._tokenizer, self._metrics.observe)
-        await answer.submit()
+        answer = Answer(plan, self._client, self._tokenizer, self._metrics.observe, held)
+        await answer.begin()
         if request.stream:
             return EventStream(answer)
         try:
-            content = await answer.collect()
+            parts = await answer.collect()
         finally:
-            answer.cancel()
+            answer.close()
         answer.log_line(200)
-        return json_response(content, headers={"X-Request-Id": request_id})
+        return WholeAnswer(parts, {"X-Request-Id": request_id})
+
+    def _turned_away(self, error: ApiError) -> ApiError:
+        self._client.segment.words[H.REJECTED] += 1
+        return error
+
+    # --- reading ---------------------------------------------------------------------------------------------
+
+    async def _read(self, schema: type[_GenerationRequest], body: bytearray) -> tuple[_GenerationRequest, _Prompts]:
+        """A request and its prompts: here if that is quick, else in a process that may take its time."""
+        if len(body) <= INLINE_BODY_BYTES:
+            request = _validate(schema, _decode(body))
+            if _num_prompts(request) <= _INLINE_PROMPTS:
+                return request, self._read_prompts(request)
+        reader = self.readers[len(body) > _SHORT_BODY_BYTES]
+        try:
+            packed = await reader.run(bytes((_SCHEMAS.index(schema),)), body)
+        except TimeoutError:
+            raise ApiError(504, f"not read and tokenized within {READ_TIMEOUT_S:g} s", code="timeout") from None
+        except ReaderMemoryError:
+            raise ApiError(413, "reading the request would take too much memory", code="body_too_large") from None
+        except ReaderError as error:
+            log.error("reading a request: %s", error)
+            raise ApiError(500, "internal error", code="internal_error") from None
+        request, prompts = _unpack(schema, packed)
+        await asyncio.sleep(0)  # of a large one that was some milliseconds, and so is what follows
+        return request, prompts
+
+    def _read_prompts(self, request: _GenerationRequest) -> _Prompts:
+        """What is wrong with them is told later: other refusals come first."""
+        try:
+            if isinstance(request, ChatRequest):
+                return self._prompts.read_chat(_template_messages(request.messages))
+            return self._prompts.read_prompts(request.prompt if isinstance(request, CompletionRequest) else ())
+        except ApiError as error:
+            return error
+
+    def _read_packed(self, job: bytearray) -> bytes:
+        """The reader's work: the schema's number and a body, to what `_unpack` takes."""
+        schema = _SCHEMAS[job[0]]
+        try:
+            value = _decode(job[1:])
+            request = _validate(schema, value)
+        except ApiError as error:
+            return _pack({"error": error.values()})
+        prompts = self._read_prompts(request)
+        kept = {name: field for name, field in value.items() if name not in _LEFT_OUT}
+        if isinstance(request.model, str):
+            kept["model"] = request.model[: len(self._config.model_name) + _MAX_SHOWN_CHARS]
+        if isinstance(prompts, ApiError):
+            return _pack({"request": kept, "refused": prompts.values()})
+        return _pack({"request": kept, "lengths": list(map(len, prompts))}, prompts)
+
+    # --- planning --------------------------------------------------------------------------------------------
 
     def _check_model(self, name: str | None) -> None:
         served = self._config.model_name
         if name is not None and name != served:
             raise ApiError(
                 404,
-                f"model {name!r} is not served here: {served!r} is",
+                f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here: {served!r} is",
                 param="model",
                 code="model_not_found",
             )
 
-    async def _tokenize(self, request: _GenerationRequest) -> list[list[int]]:
-        """The ids of all prompts, none empty and none outside the vocabulary."""
-        if isinstance(request, ChatRequest):
-            param = "messages"
-            messages = _template_messages(request.messages)
-            size = sum(len(message["content"]) for message in messages)
-            prompts = [await _maybe_on_thread(size, self._tokenizer.encode_chat, messages)]
-        else:
-            param = "prompt"
-            prompts = []
-            for prompt in request.prompt if isinstance(request, CompletionRequest) else ():
-                if isinstance(prompt, str):
-                    prompts.append(await _maybe_on_thread(len(prompt), self._tokenizer.encode, prompt))
-                else:
-                    prompts.append(prompt)
-        for prompt in prompts:
-            if not prompt:
-                raise ApiError(400, f"{param}: has no tokens", param=param, code="invalid_value")
-            if not (min(prompt) >= 0 and max(prompt) < self._config.vocab_size):
-                bad = min(prompt) if min(prompt) < 0 else max(prompt)
-                raise self._outside_vocabulary(param, bad)
-        return prompts
-
-    def _outside_vocabulary(self, param: str, token: int) -> ApiError:
-        message = f"{param}: token id {str(token)[:40]} is not one of 0 to {self._config.vocab_size - 1}"
-        return ApiError(400, message, param=param, code="invalid_value")
-
-    def _plan(
-        self, request: _GenerationRequest, prompts: Sequence[list[int]], request_id: str, received_ns: int
-    ) -> Plan:
+    def _plan(self, request: _GenerationRequest, prompts: Sequence[Ids], request_id: str, received_ns: int) -> Plan:
         params = self._row_params(request)
         num_choices = request.num_choices
         if (num_rows := len(prompts) * num_choices) > MAX_PROMPTS:
@@ -938,7 +644,7 @@ class Api:
         ):
             for token in ids:
                 if not 0 <= token < self._config.vocab_size:
-                    raise self._outside_vocabulary(name, token)
+                    raise outside_vocabulary(name, token, self._config.vocab_size)
         if not request.ignore_eos:
             stop_ids += self._further_end_ids
         defaults = self._config.sampling
@@ -1013,20 +719,43 @@ def _template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     return found
 
 
-async def _maybe_on_thread(num_chars: int, encode: Any, argument: Any) -> list[int]:
-    param = "messages" if isinstance(argument, list) else "prompt"
-    try:
-        if num_chars <= _INLINE_CHARS:
-            ids = encode(argument)
-        else:
-            ids = await asyncio.to_thread(encode, argument)
-    except PromptError as error:
-        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
-    return list(ids)
+_Prompts: TypeAlias = "list[Ids] | ApiError"
+_SCHEMAS: list[type[_GenerationRequest]] = [CompletionRequest, ChatRequest]
+# What a request may have much of, and the router has no use for once it is read; and what stands in for it.
+_LEFT_OUT = frozenset({"prompt", "messages", "user", "metadata"})
+_STAND_INS = ({"prompt": "-"}, {"messages": [{"role": "user", "content": "-"}]})
+
+
+def _num_prompts(request: _GenerationRequest) -> int:
+    return len(request.messages if isinstance(request, ChatRequest) else getattr(request, "prompt", ()))
+
+
+def _pack(head: dict[str, object], prompts: Sequence[Ids] = ()) -> bytes:
+    text = encode(head).encode()
+    return b"".join((len(text).to_bytes(8, "little"), text, *(ids.tobytes() for ids in prompts)))
+
+
+def _unpack(schema: type[_GenerationRequest], packed: memoryview) -> tuple[_GenerationRequest, _Prompts]:
+    at = 8 + int.from_bytes(packed[:8], "little")
+    head = json.loads(bytes(packed[8:at]))
+    if "error" in head:
+        raise ApiError(**head["error"])
+    request = _validate(schema, head["request"] | _STAND_INS[_SCHEMAS.index(schema)])
+    if "refused" in head:
+        return request, ApiError(**head["refused"])
+    prompts = []
+    for length in head["lengths"]:
+        prompts.append(ids := array("I"))
+        ids.frombytes(packed[at : (at := at + length * ids.itemsize)])
+    return request, prompts
 
 
 def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The ASGI application over one segment."""
+    """The ASGI application over one segment.
+
+    Its `state` has `close`, which ends the processes that it has started, the `readers` of these, and `held`, the
+    memory of requests.
+    """
     api = Api(client, tokenizer, config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     for path, handler, method in (
@@ -1065,4 +794,5 @@ def create_app(client: RowClient, tokenizer: Tokenizer, config: ServerConfig) ->
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_bug)
     app.add_middleware(Gate, hosts=config.hosts, key=config.api_key)
+    app.state.close, app.state.held, app.state.readers = api.close, api.held, api.readers
     return app

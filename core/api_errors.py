@@ -43,6 +43,10 @@ class ApiError(Exception):
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(retry_after_s)
 
+    def values(self) -> dict[str, object]:
+        """What it can be made of again, in another process; without headers."""
+        return {"status": self.status, "message": self.message, "param": self.param, "code": self.code}
+
     def body(self) -> dict[str, object]:
         return error_body(self.status, self.message, param=self.param, code=self.code)
 

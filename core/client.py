@@ -80,7 +80,7 @@ class Client:
         message = f"{self.url}: {error['message']}"
         if error.get("code") == "timeout":
             return DeadlineError(message, hint=self._hint("status"))
-        if error.get("code") == "no_daemon":
+        if error.get("code") in ("no_daemon", "shutting_down", "unavailable"):
             return CapacityError(message, hint=self._hint("status"))
         return PdctlError(message, hint=self._hint("logs"))
 
@@ -114,7 +114,7 @@ class Client:
             message = str(json.loads(body)["error"]["message"])
         except (ValueError, KeyError, TypeError):
             message = body[:200].decode(errors="replace")
-        if status == 503:
+        if status in (429, 503):
             return CapacityError(message, hint=self._hint("status"))
         if status in (408, 504):
             return DeadlineError(message, hint=self._hint("status"))

@@ -50,7 +50,10 @@ class Gate:
         # The parser bounds a head that comes in pieces; one that is there at once it takes as it is.
         if sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES:
             raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes", code="head_too_large")
-        if self._hosts is not None and not self._hosts.admits(value for name, value in headers if name == b"host"):
+        hosts = [value for name, value in headers if name == b"host"]
+        # HTTP/1.0 knows no Host, and probes speak it. A browser always sends one.
+        probe = scope["path"] in OPEN_PATHS and not hosts
+        if self._hosts is not None and not probe and not self._hosts.admits(hosts):
             raise ApiError(
                 421,
                 "this server does not go by the name in the Host header: call it localhost, by its address, or by a "

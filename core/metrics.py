@@ -1,7 +1,7 @@
 """What `/metrics` tells Prometheus.
 
     Segment's words --read at a scrape--> counters and gauges        outlive the router
-    Choices that are done --observe--> histograms                    this router's own
+    first tokens, Choices that are done --observe--> histograms      this router's own
 
 One registry, this router's. Counters of a daemon begin anew when it is restarted; all others count since the segment
 was made. Called by api.py.
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdctl.core.requests import Choice, RowClient
+from pdctl.core.requests import Choice, RowClient, RowStream
 from pdctl.transport.layout import H, P, R
 from pdctl.transport.rows import TERMINAL, RowState
 from pdctl.transport.segment import Role, Segment
@@ -74,6 +74,12 @@ class Metrics:
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"pdctl_{name}", words, buckets=buckets, registry=self._registry)
 
+    def observe_first_token(self, stream: RowStream) -> None:
+        """Note a first token when it is there: the answer may be cancelled later."""
+        first_ms = stream.stats().first_token_ms
+        if first_ms is not None:
+            self._first_token.observe(first_ms / 1e3)
+
     def observe(self, choice: Choice) -> None:
         """Note an answer that is done. What did not happen once (see RowStats) is not observed."""
         stream, stats = choice.stream, choice.stream.stats()
@@ -81,11 +87,9 @@ class Metrics:
         self._prompt.observe(len(stream.request.tokens))
         self._generation.observe(choice.num_tokens)
         self._latency.observe(total_ms / 1e3)
-        if stats.first_token_ms is not None:
-            self._first_token.observe(stats.first_token_ms / 1e3)
-            if choice.num_tokens > 1:
-                rest_ms = max(0.0, total_ms - stats.first_token_ms)
-                self._per_token.observe(rest_ms / 1e3 / (choice.num_tokens - 1))
+        if stats.first_token_ms is not None and choice.num_tokens > 1:
+            rest_ms = max(0.0, total_ms - stats.first_token_ms)
+            self._per_token.observe(rest_ms / 1e3 / (choice.num_tokens - 1))
         if stats.queue_ms is not None:
             self._queue.observe(stats.queue_ms / 1e3)
         if stats.handover_us is not None:
@@ -122,7 +126,9 @@ class SegmentCollector(Collector):
         words = self._segment.words
         outcomes = {"finished": H.FINISHED, "failed": H.FAILED, "cancelled": H.CANCELLED, "rejected": H.REJECTED}
         requests = CounterMetricFamily(
-            "pdctl_requests", "Answers by how they ended; rejected: requests that got 429.", labels=["outcome"]
+            "pdctl_requests",
+            "Answers by how they ended; rejected: requests that were turned away with 429 or 503.",
+            labels=["outcome"],
         )
         for outcome, word in outcomes.items():
             requests.add_metric([outcome], words[word])
@@ -139,7 +145,7 @@ class SegmentCollector(Collector):
             yield CounterMetricFamily(f"pdctl_{name}", what, words[word])
         yield CounterMetricFamily("pdctl_generation_tokens", "Tokens sampled.", self._count_generated())
         yield GaugeMetricFamily(
-            "pdctl_requests_waiting", "Requests that no daemon has worked on yet.", self._client.num_queued
+            "pdctl_requests_waiting", "Requests that wait for a daemon, their first or next.", self._client.num_queued
         )
         rows = GaugeMetricFamily("pdctl_rows", "Rows of the segment by state.", labels=["state"])
         states = self._segment.rows.states()

@@ -2,25 +2,41 @@
 
 `RowClient` is the router's hand in the segment: it submits, listens to the bell, copies tokens out, cancels
 and recycles. `RowStream` is one row as its reader sees it. `Choice` makes text of it and ends it at a stop
-string. All run on one event loop and none blocks it. Knows nothing of HTTP; called by api.py.
+string. All run on one event loop and none holds it up: what is done for many rows is done in slices, and the
+segment's lock is tried for a moment and then again later. Knows nothing of HTTP; called by api.py and answer.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdctl.core.detokenizer import StopChecker
 from pdctl.core.readiness import Readiness
+from pdctl.core.server.turns import Turn
 from pdctl.core.wake import Wake
 from pdctl.transport.doorbell import Bell
-from pdctl.transport.errors import PdctlError
+from pdctl.transport.errors import DeadlineError, PdctlError
 from pdctl.transport.layout import LOGPROB_RING, H, P, R
-from pdctl.transport.rows import OWNED, TERMINAL, FinishReason, RowParams, Rows, RowState, TokenLogprobs
+from pdctl.transport.rows import (
+    OWNED,
+    TERMINAL,
+    WAITING,
+    Claim,
+    FinishReason,
+    RowParams,
+    Rows,
+    RowState,
+    TokenLogprobs,
+    Wish,
+)
 from pdctl.transport.segment import Participant, Role, Segment
 
 if TYPE_CHECKING:
@@ -29,6 +45,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCAN_INTERVAL_S = 1.0
+# The segment's lock is tried for so long, on the loop: most sections are over by then.
+LOCK_PATIENCE_S = 0.001
+# ... and again after this.
+LOCK_PAUSE_S = 0.005
+# Tokens that a choice makes text of at a time; more wait for the next turn.
+_TOKENS_AT_A_TIME = 32
 _TERMINAL = frozenset(map(int, TERMINAL))
 
 
@@ -45,7 +67,7 @@ class RowRequest:
     """What goes into a row.
 
     Attributes:
-        tokens: the prompt's ids.
+        tokens: the prompt's ids; shared by all answers to it.
         limit_tokens: prompt and output together.
         deadline_ns: CLOCK_MONOTONIC; also the end of waiting for a row.
         received_ns: when the client's request was read.
@@ -108,6 +130,7 @@ class RowStream:
 
     Attributes:
         end: set once; what `take` returns after that is the rest.
+        wish: what its row is to end as, if it is ended early.
     """
 
     def __init__(
@@ -118,9 +141,11 @@ class RowStream:
         self.generation = generation
         self.on_news = on_news
         self.end: RowEnd | None = None
+        self.wish = Wish.LEFT
         self._client = client
         self._pending: list[int] = []
-        self._pending_logprobs: list[TokenLogprobs] = []
+        # Packed: a reader who is slow must not cost fifty objects a token.
+        self._pending_logprobs: list[bytes] = []
         self._stats: RowStats | None = None
         self._position = len(request.tokens)
 
@@ -129,23 +154,26 @@ class RowStream:
         """Whether there is a first token."""
         return self._position > len(self.request.tokens)
 
-    def take(self) -> list[int]:
-        """The tokens that came since the last call."""
-        taken, self._pending = self._pending, []
+    @property
+    def has_more(self) -> bool:
+        """Whether tokens wait to be taken."""
+        return bool(self._pending)
+
+    def take(self, most: int | None = None) -> list[int]:
+        """The tokens that came since the last call, `most` of them at a time."""
+        taken = self._pending[:most]
+        del self._pending[:most]
         return taken
 
-    def take_logprobs(self) -> list[TokenLogprobs]:
+    def take_logprobs(self, most: int | None = None) -> list[TokenLogprobs]:
         """Those of the tokens that `take` returns, if the request asks for them; else none."""
-        taken, self._pending_logprobs = self._pending_logprobs, []
-        return taken
+        taken = self._pending_logprobs[:most]
+        del self._pending_logprobs[:most]
+        return list(map(_unpack_logprobs, taken))
 
-    def cancel(self, *, enough: bool = False) -> None:
-        """Want no more of it: the row ends soon and is recycled then. Nothing happens after the end.
-
-        Args:
-            enough: because the answer is whole, not because nobody wants it: it counts as finished.
-        """
-        self._client.cancel(self, FinishReason.STOP if enough else FinishReason.NONE)
+    def cancel(self, wish: Wish = Wish.LEFT) -> None:
+        """Want no more of it: the row ends soon and is recycled then. Nothing happens after the end."""
+        self._client.cancel((self,), wish)
 
     def stats(self) -> RowStats:
         """As of now; as of the end once that is known."""
@@ -156,7 +184,7 @@ class RowStream:
         tokens = rows.new_tokens(self.row, self.generation, self._position)
         end = self._position + len(tokens)
         if tokens and self.request.params.num_logprobs is not None:
-            self._pending_logprobs += rows.take_logprobs(self.row, self._position, end)
+            self._pending_logprobs += map(_pack_logprobs, rows.take_logprobs(self.row, self._position, end))
         self._position = end
         self._pending += tokens
         return len(tokens)
@@ -167,6 +195,18 @@ class RowStream:
         self.end = end
 
 
+def _pack_logprobs(one: TokenLogprobs) -> bytes:
+    ids, values = zip((one.token, one.logprob), *one.top, strict=True)
+    return struct.pack(f"<{len(ids)}I{len(ids)}f", *ids, *values)
+
+
+def _unpack_logprobs(data: bytes) -> TokenLogprobs:
+    number = len(data) // 8
+    values = struct.unpack(f"<{number}I{number}f", data)
+    own, *top = zip(values[:number], values[number:], strict=True)
+    return TokenLogprobs(token=own[0], logprob=own[1], top=tuple(top))
+
+
 class RowClient:
     """All requests of this router.
 
@@ -175,10 +215,11 @@ class RowClient:
         bell: the own bell.
         local_prefill_tokens: see `Rows.submit`.
         max_batch: rows that one decode daemon runs at once.
-        max_queue: requests that may wait for a daemon, in a row or for one; see `admit`.
+        max_queue: requests that may wait for a daemon; see `admit`.
 
     Attributes:
         readiness: looked at once a second.
+        on_first_token: told of a stream the moment its first token is seen.
     """
 
     def __init__(
@@ -201,6 +242,13 @@ class RowClient:
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._live: dict[int, RowStream] = {}
+        self.on_first_token: Callable[[RowStream], None] = lambda stream: None
+        # Those whose end is known, and whose rows are to be cancelled or given back.
+        self._unsettled: dict[int, RowStream] = {}
+        self._settling: asyncio.Handle | None = None
+        self._to_scan: deque[RowStream] = deque()
+        self._scan_again = False
+        self._scanning: asyncio.Handle | None = None
         self._num_waiting = 0
         self._turn = asyncio.Lock()  # fair: first come, first served
         self._freed = asyncio.Event()
@@ -223,8 +271,10 @@ class RowClient:
 
     @property
     def num_queued(self) -> int:
-        """Requests that no daemon has worked on yet, in rows or waiting for one."""
-        return self._num_waiting + sum(map(self._rows.is_unclaimed, self._live))
+        """Requests that wait for a row or, in one, for a daemon: the first, or the next after prefill, a preemption
+        or a death."""
+        states = self._rows.states()
+        return self._num_waiting + sum(states[row] in WAITING for row in self._live)
 
     # --- life ----------------------------------------------------------------------------------------------
 
@@ -237,11 +287,7 @@ class RowClient:
         """End all streams now, with `why` as the error; take no more."""
         self._closing = True
         self._freed.set()
-        for stream in list(self._live.values()):
-            if stream.end is None:
-                stream.close(RowEnd(state=RowState.FAILED, error=why))
-                self._cancel_row(stream)
-                stream.on_news()
+        self._break_off(list(self._live.values()), RowEnd(state=RowState.FAILED, error=why))
 
     async def finish_shutdown(self, timeout_s: float) -> int:
         """Wait for the owners to let go of the cancelled rows; returns how many did not."""
@@ -249,15 +295,16 @@ class RowClient:
         while self._live and time.monotonic() < deadline:
             self._scan()
             await asyncio.sleep(0.01)
-        if self._timer is not None:
-            self._timer.cancel()
+        for handle in (self._timer, self._settling, self._scanning):
+            if handle is not None:
+                handle.cancel()
         asyncio.get_running_loop().remove_reader(self._bell.fileno())
         return len(self._live)
 
     # --- requests ------------------------------------------------------------------------------------------
 
     def admit(self, tokens: Sequence[int]) -> None:
-        """Refuse a request that would have to wait while as many wait already as may.
+        """Refuse a request that would have to wait while as many wait already as may, or will when prefill is done.
 
         Its further prompts need no admission: they wait their turn for a row.
 
@@ -270,23 +317,41 @@ class RowClient:
         """
         if self._closing:
             raise ShuttingDownError
-        queued = self.num_queued
+        queued = self.num_queued + self._count_soon_queued()
         if queued >= self._max_queue and not self._starts_at_once(tokens):
             self.segment.words[H.REJECTED] += 1
-            raise QueueFullError(f"{queued} requests wait for a daemon, at most {self._max_queue} may (--max-queue)")
+            raise QueueFullError(
+                f"{queued} requests wait for a daemon, or will after prefill; "
+                f"at most {self._max_queue} may (--max-queue)"
+            )
+
+    def _count_soon_queued(self) -> int:
+        """Rows in prefill that will have to wait for decode after it, as things are."""
+        states = self._rows.states()
+        if not (prefilling := states.count(int(RowState.PREFILLING))):
+            return 0
+        free = self._free_places(Role.DECODE, self._max_batch)
+        return min(prefilling, max(0, prefilling + states.count(int(RowState.READY)) - free))
 
     def _starts_at_once(self, tokens: Sequence[int]) -> bool:
-        """Whether a daemon is free for it, and nobody else waits for that daemon."""
+        """Whether every daemon that it needs is free for it, and nobody else is on the way to that daemon."""
         states = self._rows.states()
         if self._num_waiting or int(RowState.FREE) not in states:
             return False
+        queued, prefilling, ready = (
+            states.count(int(state)) for state in (RowState.QUEUED, RowState.PREFILLING, RowState.READY)
+        )
+        # Whatever is prefilled needs a place in decode afterwards.
+        if queued + prefilling + ready >= self._free_places(Role.DECODE, self._max_batch):
+            return False
         if len(tokens) - 1 - self._rows.num_cached(tokens) <= self._local_prefill_tokens:
-            ahead, role, places = RowState.READY, Role.DECODE, self._max_batch
-        else:
-            ahead, role, places = RowState.QUEUED, Role.PREFILL, 1
+            return True
+        return queued < self._free_places(Role.PREFILL, 1)
+
+    def _free_places(self, role: Role, places: int) -> int:
+        """Rows that daemons of a role could take now, of `places` each."""
         slots = self.readiness.ready_slots(role)
-        free = sum(max(0, places - self.segment.participant_word(slot, P.LOAD)) for slot in slots)
-        return states.count(int(ahead)) < free
+        return sum(max(0, places - self.segment.participant_word(slot, P.LOAD)) for slot in slots)
 
     async def submit(self, request: RowRequest, on_news: Callable[[], None]) -> RowStream:
         """Put a request into a row, once there is one.
@@ -298,6 +363,7 @@ class RowClient:
             UsageError, CapacityError: it can never fit.
             ShuttingDownError: the router ends.
             TimeoutError: no row before its deadline.
+            DeadlineError: somebody has held the segment's lock for long.
         """
         self._count_waiting(1)
         try:
@@ -306,15 +372,7 @@ class RowClient:
                     if self._closing:
                         raise ShuttingDownError
                     self._freed.clear()
-                    claim = self._rows.submit(
-                        self._me,
-                        request_id=request.request_id,
-                        tokens=request.tokens,
-                        limit_tokens=request.limit_tokens,
-                        params=request.params,
-                        local_prefill_tokens=self._local_prefill_tokens,
-                        deadline_ns=request.deadline_ns,
-                    )
+                    claim = await self._put_into_row(request)
                     if claim is not None:
                         break
                     await self._freed.wait()
@@ -330,27 +388,98 @@ class RowClient:
             self._wake.for_work(Role.DECODE)
         return stream
 
+    async def _put_into_row(self, request: RowRequest) -> Claim | None:
+        """None: no row is free. Nothing is awaited after the row is taken."""
+        give_up_at = time.monotonic() + self.segment.lock.deadline_s
+        while True:
+            try:
+                with self._patience():
+                    return self._rows.submit(
+                        self._me,
+                        request_id=request.request_id,
+                        tokens=request.tokens,
+                        limit_tokens=request.limit_tokens,
+                        params=request.params,
+                        local_prefill_tokens=self._local_prefill_tokens,
+                        deadline_ns=request.deadline_ns,
+                    )
+            except DeadlineError:
+                if time.monotonic() >= give_up_at:
+                    holder = f"process {self.segment.words[H.LOCK_PID]}"
+                    waited_s = self.segment.lock.deadline_s
+                    raise DeadlineError(f"the segment's lock: {holder} held it for {waited_s:g} s") from None
+            await asyncio.sleep(LOCK_PAUSE_S)
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Sections inside wait only a moment for the lock: a stopped process may hold it, and the loop goes on."""
+        lock = self.segment.lock
+        usual, lock.deadline_s = lock.deadline_s, LOCK_PATIENCE_S
+        try:
+            yield
+        finally:
+            lock.deadline_s = usual
+
     def _count_waiting(self, change: int) -> None:
         self._num_waiting += change
         self._me.put(P.WAITING, self._num_waiting)
 
-    def cancel(self, stream: RowStream, reason: FinishReason = FinishReason.NONE) -> None:
-        if stream.end is None:
-            stream.close(RowEnd(state=RowState.CANCELLED, reason=reason))
-            self._cancel_row(stream)
+    def cancel(self, streams: Iterable[RowStream], wish: Wish = Wish.LEFT) -> None:
+        """Want no more of these; those that have ended are not touched."""
+        reason = FinishReason.STOP if wish is Wish.ENOUGH else FinishReason.NONE
+        for stream in streams:
+            if stream.end is None:
+                stream.wish = wish
+                stream.close(RowEnd(state=RowState.CANCELLED, reason=reason))
+                self._unsettled[stream.row] = stream
+        self._settle_now()
 
-    def _cancel_row(self, stream: RowStream) -> None:
+    def _break_off(self, streams: Iterable[RowStream], end: RowEnd) -> None:
+        """End streams with an error of ours."""
+        for stream in streams:
+            if stream.end is None:
+                stream.wish = Wish.ERROR
+                stream.close(end)
+                self._unsettled[stream.row] = stream
+                stream.on_news()
+        self._settle_now()
+
+    def _settle_now(self) -> None:
+        if self._settling is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Cancel and give back rows whose end is known, for one slice and while the lock is free; the rest soon."""
+        self._settling = None
+        turn, loop = Turn(), asyncio.get_running_loop()
+        with self._patience():
+            while self._unsettled:
+                row = next(iter(self._unsettled))
+                try:
+                    self._settle_row(self._unsettled[row])
+                except DeadlineError:
+                    self._settling = loop.call_later(LOCK_PAUSE_S, self._settle)
+                    return
+                except PdctlError as error:  # the timer tries again
+                    log.warning("row %d: %s", row, error)
+                del self._unsettled[row]
+                if self._unsettled and turn.is_over:
+                    self._settling = loop.call_soon(self._settle)
+                    return
+
+    def _settle_row(self, stream: RowStream) -> None:
         row = stream.row
-        enough = stream.end is not None and stream.end.reason is FinishReason.STOP
-        try:
-            self._rows.cancel(row, stream.generation, enough=enough)
-        except PdctlError as error:  # the lock is held by a stopped process; the timer tries again
-            log.warning("%s: cancelling row %d: %s", stream.request.request_id, row, error)
+        if self._live.get(row) is not stream:
             return
+        cancelled = self._rows.state(row) not in _TERMINAL
+        if cancelled:
+            self._rows.cancel(row, stream.generation, wish=stream.wish)
         state = self._rows.state(row)
         if state in _TERMINAL:
-            self._let_go(stream)
-            self._wake.for_room()
+            self._rows.recycle(row, stream.generation)
+            self._drop(stream)
+            if cancelled:
+                self._wake.for_room()
         elif state in OWNED:
             self._wake.owner(row)
 
@@ -389,9 +518,10 @@ class RowClient:
         """Bells may be lost, and cancelling may have had to wait: once a second look at everything."""
         self.readiness.look()
         self._timer = asyncio.get_running_loop().call_later(SCAN_INTERVAL_S, self._on_timer)
-        for stream in list(self._live.values()):
+        for stream in self._live.values():
             if stream.end is not None:
-                self._cancel_row(stream)
+                self._unsettled[stream.row] = stream
+        self._settle_now()
         self._scan()
         self._give_up_waiting()
         self._freed.set()  # the supervisor recycles rows too
@@ -402,31 +532,55 @@ class RowClient:
         if not absent:
             return
         waits_for = {RowState.QUEUED: Role.PREFILL.label, RowState.READY: Role.DECODE.label}
-        for stream in list(self._live.values()):
-            if stream.end is None and not stream.has_begun and waits_for.get(self._rows.state(stream.row)) in absent:
-                stream.close(RowEnd(state=RowState.FAILED, error=self.readiness.absence_words(), no_daemon=True))
-                self._cancel_row(stream)
-                stream.on_news()
+        hopeless = [
+            stream
+            for stream in self._live.values()
+            if not stream.has_begun and waits_for.get(self._rows.state(stream.row)) in absent
+        ]
+        words = self.readiness.absence_words()
+        self._break_off(hopeless, RowEnd(state=RowState.FAILED, error=words, no_daemon=True))
 
     def _scan(self) -> None:
-        if not self._live:
+        """Look at all rows, in slices; a bell in the middle of it means: all of them again."""
+        if self._scanning is not None:
+            self._scan_again = True
             return
+        self._to_scan.extend(self._live.values())
+        self._scan_on()
+
+    def _scan_on(self) -> None:
+        self._scanning = None
         # States before tokens: a row seen at its end has all its tokens in place.
-        states = self._rows.states()
-        for stream in list(self._live.values()):
-            state = states[stream.row]
-            number = stream.read(self._rows) if stream.end is None else 0
-            news = number > 0
-            if number >= LOGPROB_RING // 2 and stream.request.params.num_logprobs is not None:
-                self._wake.owner(stream.row)  # it may have waited for room in the ring
-            if state in _TERMINAL:
-                news = self._note_end(stream, RowState(state)) or news
-                self._let_go(stream)
-            elif state == RowState.FREE:
-                news = self._note_end(stream, RowState.FAILED, "its row was taken away") or news
-                self._drop(stream)
-            if news:
-                stream.on_news()
+        states, turn = self._rows.states(), Turn()
+        while self._to_scan:
+            stream = self._to_scan.popleft()
+            if self._live.get(stream.row) is stream:
+                self._look_at(stream, states[stream.row])
+            if not self._to_scan and self._scan_again:
+                self._scan_again = False
+                self._to_scan.extend(self._live.values())
+                states = self._rows.states()
+            if self._to_scan and turn.is_over:
+                self._scanning = asyncio.get_running_loop().call_soon(self._scan_on)
+                break
+        self._settle_now()
+
+    def _look_at(self, stream: RowStream, state: int) -> None:
+        had_begun = stream.has_begun
+        number = stream.read(self._rows) if stream.end is None else 0
+        news = number > 0
+        if news and not had_begun:
+            self.on_first_token(stream)
+        if number >= LOGPROB_RING // 2 and stream.request.params.num_logprobs is not None:
+            self._wake.owner(stream.row)  # it may have waited for room in the ring
+        if state in _TERMINAL:
+            news = self._note_end(stream, RowState(state)) or news
+            self._unsettled[stream.row] = stream
+        elif state == RowState.FREE:
+            news = self._note_end(stream, RowState.FAILED, "its row was taken away") or news
+            self._drop(stream)
+        if news:
+            stream.on_news()
 
     def _note_end(self, stream: RowStream, state: RowState, error: str = "") -> bool:
         if stream.end is not None:
@@ -436,15 +590,6 @@ class RowClient:
         reason = self._rows.get(stream.row, R.FINISH_REASON)
         stream.close(RowEnd(state=state, reason=FinishReason(reason), error=error))
         return True
-
-    def _let_go(self, stream: RowStream) -> None:
-        """Give the row back; everything of it has been copied out."""
-        try:
-            self._rows.recycle(stream.row, stream.generation)
-        except PdctlError as error:
-            log.warning("%s: recycling row %d: %s", stream.request.request_id, stream.row, error)
-            return
-        self._drop(stream)
 
     def _drop(self, stream: RowStream) -> None:
         del self._live[stream.row]
@@ -508,17 +653,24 @@ class Choice:
     def is_done(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there is more to take at once."""
+        return not self.is_done and self.stream.has_more
+
     def advance(self) -> Delta:
-        """Take what the row has; notes the end if that is it."""
-        ids, logprobs = self.stream.take(), self.stream.take_logprobs()
+        """Take what the row has, or the first of it (see `has_more`); notes the end if that is it."""
+        ids, logprobs = self.stream.take(_TOKENS_AT_A_TIME), self.stream.take_logprobs(_TOKENS_AT_A_TIME)
         offsets: list[int] = []
+        if not ids and self.stream.end is None:
+            return Delta("", ids)
         if self._stop_checker is None and not logprobs:
             text = self._push(ids)
             self.num_tokens += len(ids)
         else:
             ids, text, offsets = self._push_singly(ids)
         end = self.stream.end
-        if self.finish_reason is None and end is not None:
+        if self.finish_reason is None and end is not None and not self.has_more:
             if end.state is RowState.FINISHED:
                 text += self._finish(end.reason)
             else:
@@ -542,7 +694,7 @@ class Choice:
             text += shown
             if stopped:
                 self.finish_reason = "stop"
-                self.stream.cancel(enough=True)
+                self.stream.cancel(Wish.ENOUGH)
                 return ids[:number], text, offsets
         return ids, text, offsets
 

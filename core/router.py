@@ -163,6 +163,7 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
         if left:
             log.warning("%d cancelled rows are left to the supervisor", left)
     finally:
+        app.state.close()
         bell.close()
 
 

@@ -27,7 +27,7 @@ from pdctl.transport.layout import RING_WORDS, B, BlockState, H, P, R, SegmentSt
 from pdctl.transport.lock import Op
 from pdctl.transport.mapping import boot_id
 from pdctl.transport.names import SHM_DIR, SegmentName, log_dir, segments_of
-from pdctl.transport.rows import OWNED, FinishReason, RowState
+from pdctl.transport.rows import OWNED, WAITING, FinishReason, RowState
 from pdctl.transport.segment import (
     ParticipantState,
     Role,
@@ -204,7 +204,7 @@ class SegmentStatus:
         as_of: "now", or "last move" for a segment that nobody uses: ages end there.
         torn: the copy may contradict itself, because the segment changed too fast or a section is under way.
         another_boot, foreign_pid_namespace: PIDs are those of another world.
-        num_queued: requests that no daemon has worked on yet, in rows or waiting for one.
+        num_queued: requests that wait for a row or, in one, for a daemon: their first or next.
         block_map: one character a block, see BlockKind.
     """
 
@@ -254,7 +254,7 @@ class ClusterStatus:
         bit_exact: True if every daemon proved it, False if one did not, None while one has not probed.
         colocated: whether one process has the places of the prefill and of the decode daemon.
         processes: the participants, and the zygote.
-        num_queued, max_queue: requests that no daemon has worked on yet, and how many may be.
+        num_queued, max_queue: requests that wait for a daemon, and how many may.
     """
 
     name: str
@@ -508,8 +508,7 @@ def _section_of(snapshot: Snapshot) -> SectionStatus | None:
 
 def _num_queued(segment: Segment, states: list[int]) -> int:
     waiting = sum(segment.participant_word(slot, P.WAITING) for slot in segment.slots(Role.ROUTER))
-    known = [row for row, state in enumerate(states) if state in (RowState.QUEUED, RowState.READY)]
-    return waiting + sum(map(segment.rows.is_unclaimed, known))
+    return waiting + sum(state in WAITING for state in states)
 
 
 def _last_move_ns(segment: Segment) -> int:

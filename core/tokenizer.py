@@ -8,6 +8,7 @@ template writes and no others. Knows nothing of HTTP; errors carry the words to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return len(self._inner)
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """Of all tokens: no text of so many tokens is longer than so many times this."""
+        return max(map(len, (*self._inner.get_vocab(), *self._added.values())))
 
     @property
     def end_token_id(self) -> int | None:

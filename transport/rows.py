@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 MAX_DEATHS_ALONE = 3
 _TOKEN_MASK = 0xFFFFFFFF
-# What R.CANCEL holds: no wish, "nobody wants it any more", or "what there is of it is all that was wanted".
-_LEFT, _ENOUGH = 1, 2
 _KV_LEN, _NUM_TOKENS, _ATTEMPTS, _CANCEL, _PREEMPT = map(
     int, (R.KV_LEN, R.NUM_TOKENS, R.ATTEMPTS, R.CANCEL, R.PREEMPT)
 )
@@ -86,8 +84,26 @@ class FinishReason(IntEnum):
     LENGTH = 2
 
 
+class Wish(IntEnum):
+    """Why a row is to end early, which is what it is counted as; R.CANCEL holds it.
+
+    LEFT: its client wants it no more. ENOUGH: its client has the whole answer. ERROR: its client gets an error for
+    an answer.
+    """
+
+    NONE = 0
+    LEFT = 1
+    ENOUGH = 2
+    ERROR = 3
+
+
+_OUTCOMES: dict[int, H] = {Wish.LEFT: H.CANCELLED, Wish.ENOUGH: H.FINISHED, Wish.ERROR: H.FAILED}
+
+
 TERMINAL = frozenset({RowState.FINISHED, RowState.CANCELLED, RowState.FAILED})
 OWNED = frozenset({RowState.FILLING, RowState.PREFILLING, RowState.DECODING})
+# For a daemon, be it the first or the next: after prefill, a preemption, a death, between two chunks.
+WAITING = frozenset({RowState.QUEUED, RowState.READY})
 
 _S = RowState
 _ANYBODY = frozenset(Actor)
@@ -239,12 +255,6 @@ class Rows:
         if len(found) > 1:
             found.sort(key=lambda row: self.get(row, R.ORDER))
         return found
-
-    def is_unclaimed(self, row: int) -> bool:
-        """Whether a request waits in this row that no daemon has worked on yet."""
-        if self.state(row) not in (RowState.QUEUED, RowState.READY):
-            return False
-        return not self.get(row, R.PREFILL_SLOT) and not self.get(row, R.DECODE_SLOT)
 
     def owned_by(self, slot: int, incarnation: int) -> list[int]:
         return [
@@ -401,7 +411,9 @@ class Rows:
             None: no row is free now.
 
         Raises:
-            UsageError: the request can never fit a row or the pool.
+            UsageError: the request can never fit a row.
+            CapacityError: it can never fit the pool.
+            DeadlineError: the lock did not come free; nothing has changed.
         """
         g = self._layout.geometry
         if not 1 <= len(tokens) < limit_tokens <= g.max_context:
@@ -505,16 +517,16 @@ class Rows:
                 self._move(section, row, RowState.FILLING, Actor.ROUTER)
                 return row
 
-    def cancel(self, row: int, generation: int, actor: Actor = Actor.ROUTER, *, enough: bool = False) -> None:
+    def cancel(self, row: int, generation: int, actor: Actor = Actor.ROUTER, *, wish: Wish = Wish.LEFT) -> None:
         """Wish a row's end: its owner ends it before the next chunk or step; without an owner it ends now.
 
-        Args:
-            enough: its client has the whole answer (a stop string came): it counts as finished.
+        Raises:
+            DeadlineError: the lock did not come free; the wish stands.
         """
         base = self._layout.row(row)
         if self._words[base + R.GENERATION] != generation:
             return
-        self._words[base + _CANCEL] = _ENOUGH if enough else _LEFT
+        self._words[base + _CANCEL] = wish
         if self.state(row) not in (RowState.QUEUED, RowState.READY):
             return
         with self._lock.section(Op.CANCEL, row) as section:
@@ -523,7 +535,11 @@ class Rows:
                 self._end(section, row, RowState.CANCELLED, actor)
 
     def recycle(self, row: int, generation: int, actor: Actor = Actor.ROUTER) -> bool:
-        """Give a finished row back, once its tokens are copied out; False if it is not at its end."""
+        """Give a finished row back, once its tokens are copied out; False if it is not at its end.
+
+        Raises:
+            DeadlineError: the lock did not come free; nothing has changed.
+        """
         if self.get(row, R.GENERATION) != generation or self.state(row) not in TERMINAL:
             return False
         done = False
@@ -852,9 +868,9 @@ class Rows:
     def _end(self, section: Section, row: int, to: RowState, actor: Actor) -> None:
         base = self._layout.row(row)
         self._release_blocks(section, row)
-        outcome = {RowState.FINISHED: H.FINISHED, RowState.CANCELLED: H.CANCELLED}.get(to, H.FAILED)
-        if to is RowState.CANCELLED and self._words[base + _CANCEL] == _ENOUGH:
-            outcome = H.FINISHED
+        outcome = H.FINISHED if to is RowState.FINISHED else H.FAILED
+        if to is RowState.CANCELLED:
+            outcome = _OUTCOMES.get(self._words[base + _CANCEL], H.CANCELLED)
         section.add(outcome, 1)
         section.add(H.OUTPUT_TOKENS, self.count_tokens(row) - self._words[base + R.NUM_PROMPT])
         self._move(section, row, to, actor)

@@ -270,10 +270,10 @@ def test_status_of_a_healthy_cluster(cluster: Cluster) -> None:
     assert "bit-exact" in result.stdout and "http://127.0.0.1:8000" in result.stdout
     assert "\x1b" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= WIDTH
-    assert "1 of at most 256 requests wait for a daemon" in result.stdout
+    assert "2 of at most 256 requests wait for a daemon" in result.stdout
     assert "9 taken: 1 finished, 1 failed, 1 cancelled; 0 rejected" in result.stdout
     values = json.loads(status(cluster, "--json").stdout)
-    assert (values["num_queued"], values["max_queue"], values["counters"]["num_rejected"]) == (1, 256, 0)
+    assert (values["num_queued"], values["max_queue"], values["counters"]["num_rejected"]) == (2, 256, 0)
 
 
 def test_status_of_a_degraded_cluster(cluster: Cluster) -> None:

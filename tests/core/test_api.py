@@ -17,11 +17,19 @@ import httpx
 import pytest
 from tokenizer_kinds import CORPUS, MANY, build
 
-from pdctl.core import api
-from pdctl.core.api import MAX_BODY_BYTES, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_PROMPTS, ServerConfig, create_app
+from pdctl.core.api import (
+    INLINE_BODY_BYTES,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    ServerConfig,
+    create_app,
+)
 from pdctl.core.hosts import Hosts
 from pdctl.core.keys import ApiKey
 from pdctl.core.requests import RowClient
+from pdctl.core.server.body import MAX_BODY_BYTES
 from pdctl.core.tokenizer import Tokenizer
 from pdctl.core.weights.generation import SamplingDefaults
 from pdctl.transport.doorbell import Bell
@@ -274,6 +282,7 @@ def in_world(**options: Any) -> Callable[[Scenario], Callable[[Path], None]]:
                     await world.settle()
                 finally:
                     engine.cancel()
+                    world.app.state.close()
                     world.client.begin_shutdown("over")
                     await world.client.finish_shutdown(1)
                 assert set(world.segment.rows.states()) == {RowState.FREE}
@@ -1007,34 +1016,153 @@ async def test_large_bodies(world: World) -> None:
     huge = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
     check_error(await world.http.post("/v1/completions", content=huge, headers=headers), 413)
     check_error(await world.http.post("/v1/completions", content=drip(), headers=headers), 413)
-    large = await world.post(prompt="x" * 100_000)
-    assert "100001" in check_error(large, 400, "prompt")["message"]
+    too_long = await world.post(prompt="x" * 1000)
+    assert "1001" in check_error(too_long, 400, "prompt")["message"]
+    # No token has more than the five characters of <unk>: this is refused without being tokenized.
+    for path, param, body in (
+        ("/v1/completions", "prompt", {"prompt": ["ab", "x" * 100_000]}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "x", "name": "x" * 100_000}]}),
+    ):
+        error = check_error(await world.post(path, **body), 400, param)
+        assert error["code"] == "context_length_exceeded"
+        assert "1280" in error["message"] and "10000" in error["message"]
 
 
 @in_world()
 async def test_bodies_on_their_way_in_have_a_limit_together(world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "MAX_BODIES_BYTES", 100)
-        await check_body_room(world)
-
-
-async def check_body_room(world: World) -> None:
-    more = asyncio.Event()
+    """And so have the prompts that came out of them, for as long as they wait or are worked on."""
+    more, held = asyncio.Event(), world.app.state.held
+    held.limit = 2000
 
     async def slow() -> Any:
-        yield b'{"prompt": "' + b"x" * 50
+        yield b'{"prompt": "' + b"x" * 200
         await more.wait()
         yield b'"}'
 
     headers = {"content-type": "application/json"}
     under_way = asyncio.create_task(world.http.post("/v1/completions", content=slow(), headers=headers))
-    await asyncio.sleep(0.05)
-    refused = await world.post(prompt="y" * 50)
+    while not held.taken:
+        await asyncio.sleep(0)
+    refused = await world.post(prompt=["y" * 200] * 10)
     assert check_error(refused, 503)["code"] == "too_many_bodies"
     assert refused.headers["retry-after"] == "1"
+    world.engine.paused = True
     more.set()
+    while not world.client.num_live:
+        await asyncio.sleep(0)
+    assert held.taken == 4 * 201
+    assert check_error(await world.post(prompt=["y" * 99] * 3), 503)["code"] == "too_many_bodies"
+    world.engine.paused = False
     assert (await under_way).status_code == 200
-    assert (await world.post(prompt="y" * 50)).status_code == 200
+    assert held.taken == 0
+    for stream in (False, True):
+        assert (await world.post(prompt=["y" * 99] * 3, stream=stream)).status_code == 200
+        assert held.taken == 0
+
+
+@in_world()
+async def test_large_bodies_are_answered_as_small_ones_are(world: World) -> None:
+    """Read in another process: the same answers and the same refusals, word for word."""
+    chat = [{"role": "user", "content": "hi"}]
+    bodies: list[tuple[str, bytes]] = [
+        ("/v1/completions", json.dumps(body).encode())
+        for body in (
+            {"prompt": "héllo 😀", "max_tokens": 3, "seed": 5},
+            {"prompt": ["ab", "abc"], "n": 2, "stop": ["two", "d 😀"], "max_tokens": 30, "return_token_ids": True},
+            {"prompt": [[5, 6, 7], [8]], "logprobs": 3, "max_tokens": 2, "logit_bias": {"5": 1.5, "3": -100}},
+            {"prompt": [5, 6], "temperature": 0.3, "user": "me", "metadata": {"a": ["b"]}, "model": MODEL},
+            {"prompt": "ab", "stream_options": {"include_usage": True}},
+            {"prompt": "ab", "model": "m" * 5000},
+            {"prompt": "ab", "temperature": 5},
+            {"prompt": "ab", "nothing": 1, "temperature": 5},
+            {"prompt": "x" * 300},
+            {"prompt": [5, 300]},
+            {"prompt": [5, -1]},
+            {"prompt": [5, 1 << 70]},
+            {"prompt": "ab", "stop_token_ids": [999]},
+            {"prompt": "ab", "best_of": 3},
+            {"prompt": [["a"]]},
+            {"prompt": ""},
+            {str(number): number for number in range(100)},
+            {},
+        )
+    ]
+    bodies += [("/v1/completions", body) for body in (b"[1]", b"{", b"\xff", b"[" * 5000, b'{"prompt": "\\ud800"}')]
+    bodies += [
+        ("/v1/chat/completions", json.dumps(body).encode())
+        for body in (
+            {"messages": chat, "max_tokens": 2, "logprobs": True, "top_logprobs": 2},
+            {"messages": [{"role": "system", "content": "no"}, *chat]},
+            {"messages": [{"role": "user"}]},
+            {"messages": [{"role": "robot", "content": "hi"}] * 3},
+            {"messages": [*chat, *[{}] * 5]},
+            {"messages": chat, "top_logprobs": 2},
+            {"messages": []},
+        )
+    ]
+    headers = {"content-type": "application/json"}
+    changing = re.compile(rb'"(id|created)":("[^"]*"|[0-9]+)|byte [0-9]+|\(char [0-9]+\)|column [0-9]+')
+    for path, body in bodies:
+        answers = []
+        for padding in (b"", b" " * INLINE_BODY_BYTES):
+            response = await world.http.post(path, content=padding + body, headers=headers)
+            answers.append((response.status_code, changing.sub(b"", response.content)))
+        assert answers[0] == answers[1], body[:100]
+    assert {200, 400, 404} >= {status for status, _ in answers}
+
+
+@in_world()
+async def test_a_count_that_is_hostile_is_refused_before_it_is_looked_at(world: World) -> None:
+    head, tail = b'{"messages": [', b'{"role": "user", "content": ""}]}'
+    body = head + b'{"role": "user", "content": ""},' * MAX_MESSAGES + tail
+    headers = {"content-type": "application/json"}
+    error = check_error(await world.http.post("/v1/chat/completions", content=body, headers=headers), 400, "messages")
+    assert "at most 4096" in error["message"]
+    # What is shown of a client's own words has an end.
+    for words in ({"model": "m" * 100_000}, {"n" * 100_000: 1}):
+        refused = await world.post(prompt="ab", **words)
+        assert refused.status_code in (400, 404) and len(refused.content) < 1000
+
+
+class StuckTokenizer(Tokenizer):
+    def encode(self, text: str) -> list[int]:
+        while text.startswith("stuck"):
+            time.sleep(1)
+        return super().encode(text)
+
+
+@in_world(tokenizer=StuckTokenizer(inner_tokenizer()))
+async def test_work_for_a_client_that_left_is_stopped(world: World) -> None:
+    leave = asyncio.Event()
+    body = {"prompt": ["stuck", *["ab"] * 100], "max_tokens": 1}
+    call = asyncio.create_task(call_and_leave(world, leave=leave, body=json.dumps(body).encode()))
+    readers = world.app.state.readers
+    while not (pids := [reader.pid for reader in readers if reader.pid]):
+        await asyncio.sleep(0)
+    next_one = asyncio.create_task(world.complete(["ab"] * 100, max_tokens=1))
+    await asyncio.sleep(0.01)
+    leave.set()
+    await call
+    assert len((await next_one)["choices"]) == 100
+    assert world.app.state.held.taken == 0
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        await asyncio.sleep(0.005)
+
+
+@in_world(max_rows=2)
+async def test_a_batch_streams_with_its_first_answer(world: World) -> None:
+    """More prompts than rows: the first ones' text comes while the others wait for their rows."""
+    world.engine.reply = lambda prompt: ids_of("x")
+    leave, sent = asyncio.Event(), list[Any]()
+    body = json.dumps({"prompt": ["ab"] * 7, "max_tokens": 200, "stream": True}).encode()
+    call = asyncio.create_task(call_and_leave(world, leave=leave, body=body, sent=sent))
+    while not (len(sent) > 9 and world.client.num_waiting) and not call.done():
+        await asyncio.sleep(0)
+    assert world.client.num_live == 2 and not call.done()
+    leave.set()
+    await call
+    assert world.client.num_waiting == 0
 
 
 @in_world(api_key=ApiKey("key"), hosts=Hosts("127.0.0.1"))
@@ -1300,6 +1428,23 @@ async def test_metrics_of_rows_under_way_and_of_what_did_not_finish(world: World
     assert after["pdctl_generation_tokens_total"] >= before["pdctl_generation_tokens_total"]
     assert after["pdctl_e2e_request_latency_seconds_count"] == 1
     assert after["pdctl_request_generation_tokens_sum"] == 1
+    # That of the answer whose client left was told when it came.
+    assert before["pdctl_time_to_first_token_seconds_count"] == 1
+    assert after["pdctl_time_to_first_token_seconds_count"] == 2
+
+
+@in_world()
+async def test_what_the_server_gives_up_is_no_cancellation(world: World) -> None:
+    """Nobody there to begin it, at the door or later: the client gets an error, and did not leave."""
+    world.engine.decode.put(P.STATE, ParticipantState.STARTING)
+    world.engine.paused = True
+    world.client.readiness.absence_limit_s = 0.05
+    for code in ("no_daemon", "no_daemon"):
+        assert check_error(await world.post(prompt="ab"), 503)["code"] == code
+    counted = await world.metrics()
+    outcomes = {"finished": 0, "cancelled": 0, "failed": 1, "rejected": 1}
+    assert {name: counted[f'pdctl_requests_total{{outcome="{name}"}}'] for name in outcomes} == outcomes
+    world.engine.decode.put(P.STATE, ParticipantState.READY)
 
 
 @in_world(request_timeout_s=0.1)
@@ -1309,6 +1454,9 @@ async def test_deadlines(world: World) -> None:
     events = await world.events(prompt="ab")
     assert [event["error"]["code"] for event in events] == ["timeout"]
     await world.settle()
+    counted = await world.metrics()
+    assert counted['pdctl_requests_total{outcome="failed"}'] == 2
+    assert counted['pdctl_requests_total{outcome="cancelled"}'] == 0
 
 
 @in_world()
@@ -1325,11 +1473,19 @@ async def test_shutdown_ends_open_streams_with_an_event(world: World) -> None:
     assert (await world.http.get("/health")).status_code == 503
 
 
-async def call_and_leave(world: World, *, stream: bool, leave: asyncio.Event) -> list[Any]:
+async def call_and_leave(
+    world: World,
+    *,
+    stream: bool = False,
+    leave: asyncio.Event,
+    body: bytes | None = None,
+    sent: list[Any] | None = None,
+) -> list[Any]:
     """A client below httpx, which cannot hang up: sends a request, and disconnects when told."""
-    body = json.dumps({"prompt": "ab", "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
+    if body is None:
+        body = json.dumps({"prompt": "ab", "max_tokens": 200, "ignore_eos": True, "stream": stream}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[Any] = []
+    sent = [] if sent is None else sent
 
     async def receive() -> Any:
         if messages:

@@ -241,7 +241,7 @@ def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
         waiting = [asyncio.create_task(world.submit(timeout_s=0.05)) for _ in range(2)]
         await asyncio.sleep(0)
         assert world.me.get(P.WAITING) == world.client.num_queued == 2
-        with pytest.raises(QueueFullError, match="2 requests wait for a daemon, at most 2 may"):
+        with pytest.raises(QueueFullError, match=r"2 requests wait for a daemon, or .*; at most 2 may"):
             world.client.admit(LONG)
         assert world.segment.words[H.REJECTED] == 1
         for task in waiting:
@@ -253,8 +253,8 @@ def test_waiting_is_bounded_in_number_and_time(tmp_path: Path) -> None:
     play(tmp_path, scenario, max_rows=1, max_queue=2)
 
 
-def test_rows_that_no_daemon_has_begun_are_in_the_queue(tmp_path: Path) -> None:
-    """Claimed once, a request has left it, even if it waits for its next daemon."""
+def test_whoever_waits_for_a_daemon_is_in_the_queue(tmp_path: Path) -> None:
+    """For the first one or the next: after prefill, when it was put back, when it lost its blocks."""
 
     async def scenario(world: World) -> None:
         first, second = await world.submit(), await world.submit(b"abc")
@@ -263,15 +263,48 @@ def test_rows_that_no_daemon_has_begun_are_in_the_queue(tmp_path: Path) -> None:
             world.client.admit(LONG)
         assert world.rows.claim(world.prefill, first.row, alone=True) is not None
         assert world.client.num_queued == 1
-        world.client.admit(LONG)
+        with pytest.raises(QueueFullError):
+            world.client.admit(LONG)  # the one place in decode is for the second
         world.rows.commit_kv(first.row, 9)
         world.rows.hand_over(first.row)
-        assert world.client.num_queued == 1
+        assert world.client.num_queued == 2
+        with pytest.raises(QueueFullError):
+            world.client.admit(LONG)
         world.claim(second.row)
+        world.claim(first.row)
         assert world.client.num_queued == 0
-        assert world.segment.words[H.REJECTED] == 1
+        world.rows.put_back(first.row, Actor.DECODE)
+        assert world.client.num_queued == 1
+        world.claim(first.row)
+        assert world.rows.preempt(first.row, Actor.DECODE)
+        assert world.client.num_queued == 1
+        assert world.segment.words[H.REJECTED] == 3
 
     play(tmp_path, scenario, max_queue=2, max_batch=1)
+
+
+def test_with_no_queue_nobody_waits_for_decode_either(tmp_path: Path) -> None:
+    """One place in decode, and prefill idle: what would only wait after it is refused before it."""
+
+    async def scenario(world: World) -> None:
+        world.client.admit(LONG)
+        row = (await world.submit()).row
+        claim = world.rows.claim(world.prefill, row, alone=True)
+        assert claim is not None  # and not yet said so in its load
+        for _ in range(2):
+            with pytest.raises(QueueFullError):
+                world.client.admit(LONG)
+            world.rows.commit_kv(row, 9)
+            if world.rows.state(row) is RowState.PREFILLING:
+                world.rows.hand_over(row)
+        world.claim(row)
+        world.decode.put(P.LOAD, 1)
+        for prompt in (LONG, SHORT):
+            with pytest.raises(QueueFullError):
+                world.client.admit(prompt)
+        world.decode.put(P.LOAD, 0)
+
+    play(tmp_path, scenario, max_queue=0, max_batch=1)
 
 
 def test_with_no_queue_whoever_finds_a_free_daemon_is_served(tmp_path: Path) -> None:
@@ -285,9 +318,7 @@ def test_with_no_queue_whoever_finds_a_free_daemon_is_served(tmp_path: Path) -> 
             with pytest.raises(QueueFullError):
                 world.client.admit(LONG)
             world.client.admit(SHORT)  # decode is free, and that is where a short prompt goes
-        world.decode.put(P.LOAD, 1)
-        world.client.admit(SHORT)
-        world.decode.put(P.LOAD, 2)
+        world.decode.put(P.LOAD, 1)  # the second place is for the row in prefill
         with pytest.raises(QueueFullError):
             world.client.admit(SHORT)
         world.decode.put(P.LOAD, 0)

@@ -324,9 +324,9 @@ def test_segments_are_found_running_crashed_or_not_at_all(cluster: Cluster) -> N
         find_segment(cluster.state_dir, "no-such-cluster")
 
 
-def test_the_queue_is_what_no_daemon_has_worked_on(cluster: Cluster) -> None:
-    """One row is queued, one that waits for decode is past prefill, one went to decode directly."""
-    assert described(cluster).num_queued == 1
+def test_the_queue_is_whoever_waits_for_a_daemon(cluster: Cluster) -> None:
+    """One row is queued, one is past prefill and waits for decode; then one that went to decode directly."""
+    assert described(cluster).num_queued == 2
     cluster.router.me.put(P.WAITING, 3)
     claim = cluster.router.rows.submit(
         cluster.router.me,
@@ -337,7 +337,7 @@ def test_the_queue_is_what_no_daemon_has_worked_on(cluster: Cluster) -> None:
         local_prefill_tokens=0,
     )
     assert cluster.segment.rows.state(claim.row) is RowState.READY
-    assert described(cluster).num_queued == 5
+    assert described(cluster).num_queued == 6
     assert cluster_status_of(cluster.state(max_queue=7), described(cluster)).max_queue == 7
 
 

@@ -37,6 +37,7 @@ from pdctl.transport.rows import (
     Rows,
     RowState,
     TokenLogprobs,
+    Wish,
     float_to_word,
     word_to_float,
 )
@@ -574,10 +575,10 @@ def test_a_prompt_is_counted_once_however_often_it_changes_hands(world: Any) -> 
 
 def test_output_tokens_and_outcomes_are_counted_at_the_end(world: Any) -> None:
     words, rows = world.mapping.words, world.router.rows
-    for enough, counter in ((False, H.CANCELLED), (True, H.FINISHED)):
+    for wish, counter in ((Wish.LEFT, H.CANCELLED), (Wish.ENOUGH, H.FINISHED), (Wish.ERROR, H.FAILED)):
         before = words[counter], words[H.OUTPUT_TOKENS]
         claim = world.decoding([0, 1, 2, 1, 0], 20, steps=3)
-        rows.cancel(claim.row, claim.generation, enough=enough)
+        rows.cancel(claim.row, claim.generation, wish=wish)
         assert words[H.OUTPUT_TOKENS] == before[1]
         world.decode.rows.end_cancelled(claim.row, Actor.DECODE)
         assert (words[counter], words[H.OUTPUT_TOKENS]) == (before[0] + 1, before[1] + 3)
