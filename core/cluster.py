@@ -36,7 +36,7 @@ from pdctl.transport.errors import (
     PdctlError,
     UsageError,
 )
-from pdctl.transport.mapping import unlink_if_orphaned
+from pdctl.transport.mapping import is_somebody_elses, unlink_if_orphaned
 from pdctl.transport.names import (
     DEFAULT_CLUSTER,
     SegmentName,
@@ -250,10 +250,15 @@ def write_state(state: ClusterState) -> None:
 def write_private(path: Path, text: str) -> None:
     """Write a file that is seen whole or not at all, mode 0600."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    temporary.replace(path)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def read_private(path: Path) -> str:
@@ -346,11 +351,14 @@ def was_left(state_dir: Path, name: str) -> bool:
 
 
 def has_supervisor(segment: SegmentName) -> bool:
-    """Whether a segment belongs to a cluster that runs: this name is in use in another state directory."""
+    """Whether a segment belongs to a cluster that runs: this name is in use in another state directory.
+
+    So does a file with a segment's name that is no segment, as long as a living process has it: nobody's to remove.
+    """
     try:
         snapshot = take_snapshot(segment)
     except (NotFoundError, CorruptSegmentError, IncompatibleError):
-        return False
+        return is_somebody_elses(segment)
     return any(slot in snapshot.held for slot in snapshot.segment.slots(Role.SUPERVISOR))
 
 
