@@ -48,18 +48,19 @@ class Daemon:
     A colocated one has two places in the segment, each with an open file of its own, as two processes have.
 
     Args:
+        segment: its name, or a descriptor that leads to it.
         kind: see DAEMON_PLACES.
         index: among the daemons of its kind.
     """
 
-    def __init__(self, spec: ClusterSpec, segment_name: SegmentName, kind: str, index: int, model: Model) -> None:
+    def __init__(self, spec: ClusterSpec, segment: SegmentName | int, kind: str, index: int, model: Model) -> None:
         self._stopping = False
         self._drained = False
         torch.set_num_threads(spec.threads_decode if kind == "decode" else spec.threads_prefill)
         if kind == "prefill":
             os.nice(_PREFILL_NICENESS)
         # Checked before a slot is taken: an incompatible daemon never attaches.
-        opened = [(Segment.open(segment_name, expected=spec.expected), role) for role in DAEMON_PLACES[kind]]
+        opened = [(Segment.open(segment, expected=spec.expected), role) for role in DAEMON_PLACES[kind]]
         self._places = [(segment, segment.attach(role)) for segment, role in opened]
         self._segment = self._places[0][0]
         self._bell = Bell(cluster_dir(spec.state_dir, spec.name), *(me.slot for _, me in self._places))
@@ -227,7 +228,7 @@ def _used(model: Model) -> torch.Tensor:
 
 def serve(
     spec: ClusterSpec,
-    segment_name: SegmentName,
+    segment: SegmentName | int,
     kind: str,
     index: int,
     model: Model,
@@ -236,7 +237,7 @@ def serve(
     """The life of a forked daemon, up to its exit code."""
     logs.setup(log_dir(spec.state_dir, spec.name), f"{kind}-{index}")
     set_process_name(f"pdctl-{kind}-{index}")
-    Daemon(spec, segment_name, kind, index, model).run(proof_ns)
+    Daemon(spec, segment, kind, index, model).run(proof_ns)
 
 
 def main() -> None:
