@@ -28,7 +28,7 @@ from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model
 from pdctl.core.prefill import PrefillEngine
 from pdctl.core.process import die_with_parent, set_process_name
-from pdctl.core.wake import Wake
+from pdctl.core.wake import Wake, keep_bell
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import H, P
 from pdctl.transport.names import SegmentName, cluster_dir, log_dir, parse_segment_name
@@ -105,6 +105,7 @@ class Daemon:
         while not self._stopping and not self._segment.is_closed():
             for _, me in self._places:
                 me.add(P.PROGRESS, 1)
+            keep_bell(self._bell)
             # Drain before the scan: a bell rung during it must wake us.
             self._bell.drain()
             if self._follow_drain_wish():

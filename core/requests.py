@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pdctl.core.detokenizer import StopChecker
 from pdctl.core.readiness import Readiness
-from pdctl.core.wake import Wake
+from pdctl.core.wake import Wake, keep_bell
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError
 from pdctl.transport.layout import LOGPROB_RING, H, P, R
@@ -230,7 +230,7 @@ class RowClient:
 
     def start(self) -> None:
         """Listen to the bell. On the event loop's thread."""
-        asyncio.get_running_loop().add_reader(self._bell.fileno(), self._on_bell)
+        self._listen()
         self._on_timer()
 
     def begin_shutdown(self, why: str) -> None:
@@ -251,7 +251,7 @@ class RowClient:
             await asyncio.sleep(0.01)
         if self._timer is not None:
             self._timer.cancel()
-        asyncio.get_running_loop().remove_reader(self._bell.fileno())
+        asyncio.get_running_loop().remove_reader(self._heard_fd)
         return len(self._live)
 
     # --- requests ------------------------------------------------------------------------------------------
@@ -381,6 +381,10 @@ class RowClient:
 
     # --- scanning ------------------------------------------------------------------------------------------
 
+    def _listen(self) -> None:
+        self._heard_fd = self._bell.fileno()
+        asyncio.get_running_loop().add_reader(self._heard_fd, self._on_bell)
+
     def _on_bell(self) -> None:
         self._bell.drain()
         self._scan()
@@ -388,6 +392,9 @@ class RowClient:
     def _on_timer(self) -> None:
         """Bells may be lost, and cancelling may have had to wait: once a second look at everything."""
         self.readiness.look()
+        if keep_bell(self._bell):
+            asyncio.get_running_loop().remove_reader(self._heard_fd)
+            self._listen()
         self._timer = asyncio.get_running_loop().call_later(SCAN_INTERVAL_S, self._on_timer)
         for stream in list(self._live.values()):
             if stream.end is not None:
