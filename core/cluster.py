@@ -66,6 +66,7 @@ class ClusterState:
         phase: "starting", "running" or "stopping".
         supervisor_start_time: clock ticks after boot; with the PID it names the process.
         gave_up: processes that are not restarted any more, with their deaths in a row.
+        warnings: what the supervisor cannot do as it should, by what it is about.
     """
 
     name: str
@@ -77,6 +78,7 @@ class ClusterState:
     started_unix_ns: int
     spec: ClusterSpec
     gave_up: dict[str, int] = field(default_factory=dict)
+    warnings: dict[str, str] = field(default_factory=dict)
 
     @property
     def segment_name(self) -> SegmentName:
@@ -84,6 +86,10 @@ class ClusterState:
         if name is None:
             raise NotFoundError(f"state file: {self.segment!r} is not a segment's name", hint="pdctl down")
         return name
+
+
+def state_path(state_dir: Path, name: str) -> Path:
+    return cluster_dir(state_dir, name) / _STATE
 
 
 def spec_path(state_dir: Path, name: str) -> Path:
@@ -170,10 +176,30 @@ class ClusterLock:
                 time.sleep(0.05)
             os.close(fd)
 
+    def keep(self) -> bool:
+        """See that the file we hold is the one that others look at and says who holds it; make it again if not.
+
+        Only with the lock on what has the name is the name ours: whoever has been faster keeps it.
+
+        Returns:
+            False if another process has the lock there.
+
+        Raises:
+            UsageError, OSError: it cannot be made.
+        """
+        if not self.is_in_place():
+            held = self._fd
+            if not self.acquire(0):
+                return False
+            os.close(held)
+        if os.pread(self._fd, 128, 0) != _signature():
+            self.sign()
+        return True
+
     def sign(self) -> None:
         """Say in the file who holds the lock: `down` finds us even without a state file."""
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()} {process_start_time(os.getpid()) or 0}\n".encode(), 0)
+        os.pwrite(self._fd, _signature(), 0)
 
     def forget_state(self) -> None:
         """Remove what a dead supervisor wrote, so that nobody takes it for ours."""
@@ -204,6 +230,10 @@ class ClusterLock:
                 self._path.parent.rmdir()
         os.close(self._fd)
         self._fd = -1
+
+
+def _signature() -> bytes:
+    return f"{os.getpid()} {process_start_time(os.getpid()) or 0}\n".encode()
 
 
 def is_locked(state_dir: Path, name: str) -> bool:
@@ -242,6 +272,7 @@ def write_state(state: ClusterState) -> None:
         "url": state.url,
         "started_unix_ns": state.started_unix_ns,
         "gave_up": state.gave_up,
+        "warnings": state.warnings,
         "spec": json.loads(state.spec.to_json()),
     }
     write_private(directory / _STATE, json.dumps(values, indent=1))
@@ -286,7 +317,7 @@ def read_state(state_dir: Path, name: str) -> ClusterState | None:
         values["spec"] = ClusterSpec.from_json(json.dumps(values["spec"]))
         state = ClusterState(**values)
         _ = state.segment_name
-        texts = (state.phase, state.segment, state.url)
+        texts = (state.phase, state.segment, state.url, *state.warnings.values())
         numbers = (state.supervisor_pid, state.supervisor_start_time, state.started_unix_ns, *state.gave_up.values())
         if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
             return None

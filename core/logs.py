@@ -31,9 +31,10 @@ class _RotatingStderr(logging.Handler):
     still open, whose name may be gone. supervisor.py makes the directory again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, stdout: bool) -> None:
         super().__init__()
         self._path = path
+        self._stdout = stdout
         self._num_lost = 0
         with contextlib.suppress(OSError):
             self._open(path.name)
@@ -81,12 +82,20 @@ class _RotatingStderr(logging.Handler):
             except OSError:
                 os.close(fd)
                 raise
-        _become_stderr(fd)
+        self._become(fd)
 
     def _open(self, name: str) -> None:
         with _private(self._path.parent) as directory:
             fd = os.open(name, _WRITE, 0o600, dir_fd=directory)
-        _become_stderr(fd)
+        self._become(fd)
+
+    def _become(self, fd: int) -> None:
+        """Let stderr, and stdout if it is to go along, be this file."""
+        os.dup2(fd, 2)
+        if self._stdout:
+            os.dup2(fd, 1)
+        if fd > 2:
+            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -112,23 +121,20 @@ def open_log(directory: Path, role: str) -> int:
         return os.open(f"{role}.log", _WRITE | os.O_CLOEXEC, 0o600, dir_fd=fd)
 
 
-def _become_stderr(fd: int) -> None:
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    if fd > 2:
-        os.close(fd)
-
-
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
 
 
-def setup(directory: Path, role: str) -> None:
-    """Send stdout, stderr and logging of this process to `<directory>/<role>.log`, as soon as that can be."""
+def setup(directory: Path, role: str, *, stdout: bool = True) -> None:
+    """Send stderr and logging of this process, and its stdout, to `<directory>/<role>.log`, as soon as that can be.
+
+    Args:
+        stdout: False: it goes on to where it went before.
+    """
     with contextlib.suppress(OSError):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handler = _RotatingStderr(directory / f"{role}.log")
+    handler = _RotatingStderr(directory / f"{role}.log", stdout=stdout)
     formatter = logging.Formatter(_FORMAT)
     formatter.converter = time.gmtime
     formatter.default_msec_format = "%s.%03dZ"

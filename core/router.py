@@ -3,8 +3,8 @@
     python -m pdctl.core.router --fd N --spec-fd N --segment-fd N --parent PID …
 
 Serves on the listening socket that the supervisor left open, in the segment that it left open (inheritance.py).
-Without torch: it tokenizes, and never sees a weight. SIGTERM ends it within about three seconds, open streams with an error event. Started and
-restarted by supervisor.py.
+Without torch: it tokenizes, and never sees a weight. SIGTERM ends it within about three seconds, open streams with an
+error event. Started and restarted by supervisor.py.
 """
 
 from __future__ import annotations

@@ -398,7 +398,7 @@ def descriptor_of(pid: int, name: SegmentName) -> int | None:
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if os.readlink(entry) not in known:
+                if str(entry.readlink()) not in known:
                     continue
                 fd = os.open(entry, os.O_PATH | os.O_CLOEXEC)
                 # The number may lead to another file by now.
@@ -459,7 +459,7 @@ def _is_in_use(name: SegmentName, fd: int) -> bool:
         with contextlib.suppress(OSError):
             for entry in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if os.readlink(entry) == path:
+                    if str(entry.readlink()) == path:
                         return True
             if any(line.endswith(f" {path}") for line in (process / "maps").read_text().splitlines()):
                 return True

@@ -30,8 +30,8 @@ def reap(
 ) -> Reaped:
     """Take everything from a participant that is PROVEN dead, and free its slot.
 
-    Stores into a mapping cannot be fenced: the caller has seen the process's pidfd become readable. If this raises, call
-    it again: what was done stays done, and the death is counted with the last of it.
+    Stores into a mapping cannot be fenced: the caller has seen the process's pidfd become readable. If this raises,
+    call it again: what was done stays done, and the death is counted with the last of it.
 
     Args:
         cause: what its rows fail with, if they must.
