@@ -14,7 +14,7 @@ import typer
 from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import CorruptSegmentError, DeadlineError
-from pdctl.transport.names import check_cluster
+from pdctl.transport.names import SegmentName, check_cluster
 
 if TYPE_CHECKING:
     from pdctl.core.status import Verification
@@ -47,13 +47,13 @@ def shm(
     from pdctl.core import status as core_status
 
     note = None
+    target: SegmentName | Path | int
     if file is None:
         found = core_status.find_segment(state_dir_of(state_dir), check_cluster(name))
-        target, path, note = found.name, found.name.path, found.note
-        snapshot = core_status.look(target)
+        target, path, note = found.target, found.name.path, found.note
     else:
-        path = file.absolute()
-        snapshot = core_status.look(path)
+        target = path = file.absolute()
+    snapshot = core_status.look(target)
     status = core_status.describe(snapshot, path)
     checked = None
     if verify:
@@ -61,7 +61,7 @@ def shm(
             raise DeadlineError(
                 f"segment {path}: changes too fast for a copy that can be verified", hint="run it again"
             )
-        checked = core_status.verify(snapshot, path)
+        checked = core_status.verify(snapshot, target)
     if note is not None:
         remark(note)
     if as_json:

@@ -37,6 +37,7 @@ class Child:
         start_at: when to start it next; None: it runs, or waits for something else than time.
         num_starts: tells one process of this name from the next.
         quick_deaths: failures of its start in a row (see STEADY_S).
+        num_refused: times in a row that the system would not make its process.
         ready: it has said that it serves, or, drained, that it would.
         asked: the zygote was asked for it and has not answered.
         kill_at: when it is killed if it has not ended; None: nobody asked it to end.
@@ -56,6 +57,7 @@ class Child:
     start_at: float | None = 0.0
     num_starts: int = 0
     quick_deaths: int = 0
+    num_refused: int = 0
     ready: bool = False
     asked: bool = False
     kill_at: float | None = None
@@ -87,8 +89,19 @@ class Child:
     def begin(self, handle: ProcessHandle) -> None:
         """It runs."""
         self.handle, self.started = handle, time.monotonic()
-        self.start_at, self.asked = None, False
+        self.start_at, self.asked, self.num_refused = None, False, 0
         self.num_starts += 1
+
+    def put_off(self) -> float:
+        """The system has no process, memory or descriptor for it now: no fault of its own, so never given up.
+
+        Returns:
+            Seconds until it is tried again.
+        """
+        self.num_refused += 1
+        pause: float = min(_LONGEST_BACKOFF_S, 0.1 * 2.0 ** min(self.num_refused, 10))
+        self.start_at, self.asked, self.ready = time.monotonic() + pause, False, False
+        return pause
 
     def end(self, *, worked: bool = False) -> None:
         """Its process is gone: decide when the next one is made, if ever.

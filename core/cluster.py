@@ -36,7 +36,7 @@ from pdctl.transport.errors import (
     PdctlError,
     UsageError,
 )
-from pdctl.transport.mapping import unlink_if_orphaned
+from pdctl.transport.mapping import is_somebody_elses, unlink_if_orphaned
 from pdctl.transport.names import (
     DEFAULT_CLUSTER,
     SegmentName,
@@ -67,6 +67,7 @@ class ClusterState:
         supervisor_start_time: clock ticks after boot; with the PID it names the process.
         gave_up: processes that are not restarted any more, with their deaths in a row.
         trouble: processes that do not come up, with what the last one said.
+        warnings: what the supervisor cannot do as it should, by what it is about.
     """
 
     name: str
@@ -79,6 +80,7 @@ class ClusterState:
     spec: ClusterSpec
     gave_up: dict[str, int] = field(default_factory=dict)
     trouble: dict[str, str] = field(default_factory=dict)
+    warnings: dict[str, str] = field(default_factory=dict)
 
     @property
     def segment_name(self) -> SegmentName:
@@ -86,6 +88,10 @@ class ClusterState:
         if name is None:
             raise NotFoundError(f"state file: {self.segment!r} is not a segment's name", hint="pdctl down")
         return name
+
+
+def state_path(state_dir: Path, name: str) -> Path:
+    return cluster_dir(state_dir, name) / _STATE
 
 
 def spec_path(state_dir: Path, name: str) -> Path:
@@ -172,10 +178,30 @@ class ClusterLock:
                 time.sleep(0.05)
             os.close(fd)
 
+    def keep(self) -> bool:
+        """See that the file we hold is the one that others look at and says who holds it; make it again if not.
+
+        Only with the lock on what has the name is the name ours: whoever has been faster keeps it.
+
+        Returns:
+            False if another process has the lock there.
+
+        Raises:
+            UsageError, OSError: it cannot be made.
+        """
+        if not self.is_in_place():
+            held = self._fd
+            if not self.acquire(0):
+                return False
+            os.close(held)
+        if os.pread(self._fd, 128, 0) != _signature():
+            self.sign()
+        return True
+
     def sign(self) -> None:
         """Say in the file who holds the lock: `down` finds us even without a state file."""
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()} {process_start_time(os.getpid()) or 0}\n".encode(), 0)
+        os.pwrite(self._fd, _signature(), 0)
 
     def forget_state(self) -> None:
         """Remove what a dead supervisor wrote, so that nobody takes it for ours."""
@@ -206,6 +232,10 @@ class ClusterLock:
                 self._path.parent.rmdir()
         os.close(self._fd)
         self._fd = -1
+
+
+def _signature() -> bytes:
+    return f"{os.getpid()} {process_start_time(os.getpid()) or 0}\n".encode()
 
 
 def is_locked(state_dir: Path, name: str) -> bool:
@@ -245,6 +275,7 @@ def write_state(state: ClusterState) -> None:
         "started_unix_ns": state.started_unix_ns,
         "gave_up": state.gave_up,
         "trouble": state.trouble,
+        "warnings": state.warnings,
         "spec": json.loads(state.spec.to_json()),
     }
     write_private(directory / _STATE, json.dumps(values, indent=1))
@@ -253,10 +284,15 @@ def write_state(state: ClusterState) -> None:
 def write_private(path: Path, text: str) -> None:
     """Write a file that is seen whole or not at all, mode 0600."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    temporary.replace(path)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def read_private(path: Path) -> str:
@@ -284,7 +320,7 @@ def read_state(state_dir: Path, name: str) -> ClusterState | None:
         values["spec"] = ClusterSpec.from_json(json.dumps(values["spec"]))
         state = ClusterState(**values)
         _ = state.segment_name
-        texts = (state.phase, state.segment, state.url, *state.trouble.values())
+        texts = (state.phase, state.segment, state.url, *state.trouble.values(), *state.warnings.values())
         numbers = (state.supervisor_pid, state.supervisor_start_time, state.started_unix_ns, *state.gave_up.values())
         if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
             return None
@@ -349,11 +385,14 @@ def was_left(state_dir: Path, name: str) -> bool:
 
 
 def has_supervisor(segment: SegmentName) -> bool:
-    """Whether a segment belongs to a cluster that runs: this name is in use in another state directory."""
+    """Whether a segment belongs to a cluster that runs: this name is in use in another state directory.
+
+    So does a file with a segment's name that is no segment, as long as a living process has it: nobody's to remove.
+    """
     try:
         snapshot = take_snapshot(segment)
     except (NotFoundError, CorruptSegmentError, IncompatibleError):
-        return False
+        return is_somebody_elses(segment)
     return any(slot in snapshot.held for slot in snapshot.segment.slots(Role.SUPERVISOR))
 
 

@@ -17,7 +17,7 @@ from pdctl.core.keys import ApiKey, parse_key
 from pdctl.core.numerics import numerics
 from pdctl.core.weights.fingerprint import ModelFile
 from pdctl.core.weights.generation import SamplingDefaults
-from pdctl.transport.errors import IncompatibleError, UsageError
+from pdctl.transport.errors import CapacityError, IncompatibleError, UsageError
 from pdctl.transport.layout import DType, Geometry, VerifyKv
 from pdctl.transport.names import check_cluster, check_socket_room
 from pdctl.transport.segment import Expected
@@ -34,7 +34,9 @@ DEFAULT_LOCAL_PREFILL_TOKENS = 32
 DEFAULT_KV_GIB = 1.0
 DEFAULT_MAX_CONTEXT = 8192
 DEFAULT_MAX_QUEUE = 256
-MIN_ROWS = 128
+# Enough for as many prefill daemons as there may be, and four decode daemons of the default batch: a cluster can be
+# scaled so far without a new start.
+MIN_ROWS = 144
 # A restarted daemon must find room for two: one prompt and one answer.
 MIN_BLOCKS = 2
 MAX_BLOCKS = 1 << 32
@@ -264,7 +266,24 @@ def default_threads(total: int | None) -> tuple[int, int]:
 
 def rows_for(num_prefill: int, num_decode: int, max_batch: int) -> int:
     """Rows of a segment: a place for all that daemons may work on at once. Whoever finds none waits for one."""
-    return max(MIN_ROWS, num_prefill + num_decode * max_batch)
+    return max(MIN_ROWS, _rows_at_work(num_prefill, num_decode, max_batch))
+
+
+def _rows_at_work(num_prefill: int, num_decode: int, max_batch: int) -> int:
+    return num_prefill + num_decode * max_batch
+
+
+def check_scale(spec: ClusterSpec, num_prefill: int, num_decode: int, *, hint: str) -> None:
+    """Raise CapacityError if so many daemons could work on more requests than the segment has rows for."""
+    wanted = _rows_at_work(num_prefill, num_decode, spec.max_batch)
+    if wanted > max(spec.max_rows, _rows_at_work(spec.num_prefill, spec.num_decode, spec.max_batch)):
+        most = (spec.max_rows - num_prefill) // spec.max_batch
+        raise CapacityError(
+            f"scale prefill={num_prefill} decode={num_decode}: they may work on {wanted} requests at once "
+            f"(--max-batch {spec.max_batch}), this cluster's segment was made for {spec.max_rows}: at most "
+            f"decode={most} beside prefill={num_prefill}",
+            hint=hint,
+        )
 
 
 def blocks_for(kv_gib: float, block_bytes: int) -> int:

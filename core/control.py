@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import socket
 import time
@@ -29,6 +30,8 @@ _MAX_UNREAD_BYTES = 256 << 10
 # For a request to come in whole, and for the last words to go out.
 PATIENCE_S = 5.0
 _READ_BYTES = 16 << 10
+# Without a descriptor for another connection, look again after so long.
+_PAUSE_S = 0.5
 
 
 class ControlClient:
@@ -141,49 +144,107 @@ class ControlServer:
         self._path = path
         self._selector = selector
         self._clients: list[ControlClient] = []
-        path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        self._socket.bind(str(path))
-        path.chmod(0o600)
-        self._socket.listen(MAX_CLIENTS)
+        self._pauses_until: float | None = None
+        self._socket, self._name = self._bind()
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
+
+    def _bind(self) -> tuple[socket.socket, os.stat_result]:
+        """A listening socket under our path, whatever lies there, and what the path then leads to."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._path.unlink(missing_ok=True)
+            listener.setblocking(False)
+            listener.bind(str(self._path))
+            self._path.chmod(0o600)
+            listener.listen(MAX_CLIENTS)
+            return listener, self._path.lstat()
+        except OSError:
+            listener.close()
+            raise
+
+    def keep(self) -> bool:
+        """See that the path still leads to our socket; if it was removed, listen under it again.
+
+        Returns:
+            Whether that had to be done.
+
+        Raises:
+            OSError: it cannot be done. Those that are connected go on.
+        """
+        if self._is_in_place():
+            return False
+        fresh, self._name = self._bind()
+        self._deafen()
+        self._socket.close()
+        self._socket = fresh
+        if not self._is_full:
+            self._listen()
+        return True
+
+    def _is_in_place(self) -> bool:
+        try:
+            found = self._path.lstat()
+        except OSError:
+            return False
+        return os.path.samestat(found, self._name) and found.st_mode == self._name.st_mode
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._clients) >= MAX_CLIENTS
+
+    def _listen(self) -> None:
+        self._pauses_until = None
+        self._selector.register(self._socket, selectors.EVENT_READ, self._accept)
+
+    def _deafen(self) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._socket)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # it left before we came to it, or there are no descriptors: look again
+        except (BlockingIOError, ConnectionAbortedError):  # it left before we came to it
+            return
+        except OSError:  # no descriptors are left: the one that waits would call us again at once
+            self._deafen()
+            self._pauses_until = time.monotonic() + _PAUSE_S
             return
         connection.setblocking(False)
         client = ControlClient(self, connection)
         self._clients.append(client)
         self._selector.register(client, selectors.EVENT_READ, client.serve)
-        if len(self._clients) == MAX_CLIENTS:
-            self._selector.unregister(self._socket)  # further ones wait
+        if self._is_full:
+            self._deafen()  # further ones wait
 
     def watch(self, client: ControlClient, *, writes: bool) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
         self._selector.modify(client, events, client.serve)
 
     def forget(self, client: ControlClient) -> None:
+        was_full = self._is_full
         self._selector.unregister(client)
         self._clients.remove(client)
-        if len(self._clients) == MAX_CLIENTS - 1:
-            self._selector.register(self._socket, selectors.EVENT_READ, self._accept)
+        if was_full and not self._is_full:
+            self._listen()
 
     def expire(self) -> None:
-        """Cut off who took too long."""
+        """Cut off who took too long; listen again after a pause."""
         now = time.monotonic()
         for client in [one for one in self._clients if one.deadline is not None and one.deadline <= now]:
             client.close()
+        if self._pauses_until is not None and self._pauses_until <= now:
+            self._listen()
 
     def next_deadline(self) -> float | None:
-        return min((client.deadline for client in self._clients if client.deadline is not None), default=None)
+        deadlines = [*(client.deadline for client in self._clients), self._pauses_until]
+        return min((one for one in deadlines if one is not None), default=None)
 
     def close(self) -> None:
+        """End all conversations, and remove the socket's name if it is still ours."""
         for client in [*self._clients]:
             client.close()
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(self._socket)
+        self._deafen()
+        in_place = self._is_in_place()
         self._socket.close()
-        self._path.unlink(missing_ok=True)
+        if in_place:
+            self._path.unlink(missing_ok=True)

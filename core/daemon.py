@@ -28,7 +28,7 @@ from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model
 from pdctl.core.prefill import PrefillEngine
 from pdctl.core.process import die_with_parent, set_process_name
-from pdctl.core.wake import Wake
+from pdctl.core.wake import Wake, keep_bell
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import H, P
 from pdctl.transport.names import SegmentName, cluster_dir, log_dir, parse_segment_name
@@ -48,18 +48,19 @@ class Daemon:
     A colocated one has two places in the segment, each with an open file of its own, as two processes have.
 
     Args:
+        segment: its name, or a descriptor that leads to it.
         kind: see DAEMON_PLACES.
         index: among the daemons of its kind.
     """
 
-    def __init__(self, spec: ClusterSpec, segment_name: SegmentName, kind: str, index: int, model: Model) -> None:
+    def __init__(self, spec: ClusterSpec, segment: SegmentName | int, kind: str, index: int, model: Model) -> None:
         self._stopping = False
         self._drained = False
         torch.set_num_threads(spec.threads_decode if kind == "decode" else spec.threads_prefill)
         if kind == "prefill":
             os.nice(_PREFILL_NICENESS)
         # Checked before a slot is taken: an incompatible daemon never attaches.
-        opened = [(Segment.open(segment_name, expected=spec.expected), role) for role in DAEMON_PLACES[kind]]
+        opened = [(Segment.open(segment, expected=spec.expected), role) for role in DAEMON_PLACES[kind]]
         self._places = [(segment, segment.attach(role)) for segment, role in opened]
         self._segment = self._places[0][0]
         self._bell = Bell(cluster_dir(spec.state_dir, spec.name), *(me.slot for _, me in self._places))
@@ -104,6 +105,7 @@ class Daemon:
         while not self._stopping and not self._segment.is_closed():
             for _, me in self._places:
                 me.add(P.PROGRESS, 1)
+            keep_bell(self._bell)
             # Drain before the scan: a bell rung during it must wake us.
             self._bell.drain()
             if self._follow_drain_wish():
@@ -227,7 +229,7 @@ def _used(model: Model) -> torch.Tensor:
 
 def serve(
     spec: ClusterSpec,
-    segment_name: SegmentName,
+    segment: SegmentName | int,
     kind: str,
     index: int,
     model: Model,
@@ -236,7 +238,7 @@ def serve(
     """The life of a forked daemon, up to its exit code."""
     logs.setup(log_dir(spec.state_dir, spec.name), f"{kind}-{index}")
     set_process_name(f"pdctl-{kind}-{index}")
-    Daemon(spec, segment_name, kind, index, model).run(proof_ns)
+    Daemon(spec, segment, kind, index, model).run(proof_ns)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ class Fleet(Protocol):
         """Want so many daemons of these roles: the missing are started, the highest-numbered told to end.
 
         Raises:
-            PdctlError: the wish could not be noted on disk; nothing was changed.
+            CapacityError: the segment has no rows for so many; nothing was changed.
         """
 
     def replace(self, child: Child) -> None:

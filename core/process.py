@@ -5,7 +5,9 @@ Knows nothing of clusters. Called by every process of one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -13,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdctl.transport.errors import IncompatibleError
 from pdctl.transport.segment import process_start_time
 
 _PR_SET_PDEATHSIG = 1
@@ -47,20 +50,54 @@ def set_process_name(name: str) -> None:
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
+def _without_pidfds(call: str, error: OSError) -> IncompatibleError:
+    return IncompatibleError(
+        f"{call}: {error.strerror}: this system does not let pdctl hold its processes by descriptor, without which a "
+        "death cannot be proved",
+        hint="Linux 5.3 or later, and a seccomp profile that allows pidfd_open and pidfd_send_signal "
+        "(update Docker, or: docker run --security-opt seccomp=unconfined)",
+    )
+
+
+def check_pidfds() -> None:
+    """Raise IncompatibleError, naming the remedy, where the system has no pidfds or forbids them."""
+    handle = ProcessHandle(os.getpid())
+    try:
+        signal.pidfd_send_signal(handle.fd, 0)
+    except OSError as error:
+        raise _without_pidfds("pidfd_send_signal", error) from error
+    finally:
+        handle.close()
+
+
 class ProcessHandle:
     """A process by pidfd: never a stranger that got its number later.
 
     Attributes:
         pid: for people; signals go through the pidfd.
+
+    Raises:
+        OSError: there is no such process, or no descriptor is left.
+        IncompatibleError: the system has no pidfds or forbids them.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.fd = os.pidfd_open(pid)
+        try:
+            self.fd = os.pidfd_open(pid)
+        except OSError as error:
+            # EPERM: of seccomp; the call itself has none.
+            if error.errno in (errno.ENOSYS, errno.EPERM):
+                raise _without_pidfds("pidfd_open", error) from error
+            raise
 
     @classmethod
     def find(cls, pid: int, start_time: int) -> ProcessHandle | None:
-        """The process that had this PID and start time (clock ticks after boot), if it still runs."""
+        """The process that had this PID and start time (clock ticks after boot), if it still runs.
+
+        Raises:
+            IncompatibleError: the system has no pidfds or forbids them.
+        """
         try:
             handle = cls(pid)
         except (OSError, OverflowError):
@@ -98,11 +135,13 @@ class ProcessStat:
 
     Attributes:
         state: R (runs, or could), S, D, T (stopped), t (traced), Z, …
+        parent: PID.
         cpu_s: CPU time that it has had.
     """
 
     name: str
     state: str
+    parent: int
     cpu_s: float
 
     @property
@@ -117,9 +156,25 @@ class ProcessStat:
             begin, end = Path(f"{where}/stat").read_text(errors="replace").rsplit(")", 1)
             fields = end.split()
             ticks = int(fields[11]) + int(fields[12])
-            return cls(name=begin.split("(", 1)[1], state=fields[0], cpu_s=ticks / os.sysconf("SC_CLK_TCK"))
+            cpu_s = ticks / os.sysconf("SC_CLK_TCK")
+            return cls(name=begin.split("(", 1)[1], state=fields[0], parent=int(fields[1]), cpu_s=cpu_s)
         except (OSError, IndexError, ValueError):
             return None
+
+
+def descendants(pid: int) -> list[int]:
+    """PIDs of a process's children, and theirs, as far as /proc can be read."""
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and (found := ProcessStat.read(int(entry.name))) is not None:
+                children.setdefault(found.parent, []).append(int(entry.name))
+    below, todo = [], [pid]
+    while todo:
+        mine = children.pop(todo.pop(), [])
+        below += mine
+        todo += mine
+    return below
 
 
 def exit_text(status: int) -> str:

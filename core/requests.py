@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from pdctl.core.detokenizer import StopChecker
 from pdctl.core.readiness import Readiness
 from pdctl.core.server.turns import Turn
-from pdctl.core.wake import Wake
+from pdctl.core.wake import Wake, keep_bell
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import DeadlineError, PdctlError
 from pdctl.transport.layout import LOGPROB_RING, H, P, R
@@ -280,7 +280,7 @@ class RowClient:
 
     def start(self) -> None:
         """Listen to the bell. On the event loop's thread."""
-        asyncio.get_running_loop().add_reader(self._bell.fileno(), self._on_bell)
+        self._listen()
         self._on_timer()
 
     def begin_shutdown(self, why: str) -> None:
@@ -298,7 +298,7 @@ class RowClient:
         for handle in (self._timer, self._settling, self._scanning):
             if handle is not None:
                 handle.cancel()
-        asyncio.get_running_loop().remove_reader(self._bell.fileno())
+        asyncio.get_running_loop().remove_reader(self._heard_fd)
         return len(self._live)
 
     # --- requests ------------------------------------------------------------------------------------------
@@ -510,6 +510,10 @@ class RowClient:
 
     # --- scanning ------------------------------------------------------------------------------------------
 
+    def _listen(self) -> None:
+        self._heard_fd = self._bell.fileno()
+        asyncio.get_running_loop().add_reader(self._heard_fd, self._on_bell)
+
     def _on_bell(self) -> None:
         self._bell.drain()
         self._scan()
@@ -517,6 +521,9 @@ class RowClient:
     def _on_timer(self) -> None:
         """Bells may be lost, and cancelling may have had to wait: once a second look at everything."""
         self.readiness.look()
+        if keep_bell(self._bell):
+            asyncio.get_running_loop().remove_reader(self._heard_fd)
+            self._listen()
         self._timer = asyncio.get_running_loop().call_later(SCAN_INTERVAL_S, self._on_timer)
         for stream in self._live.values():
             if stream.end is not None:

@@ -1,10 +1,10 @@
 """The router's process: one event loop between HTTP clients and rows.
 
-    python -m pdctl.core.router --fd N --spec FILE --segment NAME --parent PID
+    python -m pdctl.core.router --fd N --spec-fd N --segment-fd N --parent PID …
 
-Serves on the listening socket that the supervisor left open as descriptor N. Without torch: it tokenizes, and
-never sees a weight. SIGTERM ends it within about three seconds, open streams with an error event. Started and
-restarted by supervisor.py.
+Serves on the listening socket that the supervisor left open, in the segment that it left open (inheritance.py).
+Without torch: it tokenizes, and never sees a weight. SIGTERM ends it within about three seconds, open streams with an
+error event. Started and restarted by supervisor.py.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 
 import uvicorn
 
-from pdctl.core import logs, process
+from pdctl.core import inheritance, logs, process
 from pdctl.core.config import ClusterSpec
 from pdctl.core.requests import RowClient
 from pdctl.transport.doorbell import Bell
-from pdctl.transport.errors import PdctlError, UsageError
+from pdctl.transport.errors import PdctlError
 from pdctl.transport.layout import P
-from pdctl.transport.names import cluster_dir, log_dir, parse_segment_name
+from pdctl.transport.names import cluster_dir, log_dir
 from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
 
 log = logging.getLogger("pdctl.core.router")  # run as __main__
@@ -167,13 +167,11 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
         bell.close()
 
 
-def run(spec: ClusterSpec, fd: int, segment_name: str) -> None:
-    name = parse_segment_name(segment_name)
-    if name is None:
-        raise UsageError(f"--segment {segment_name}: not a segment's name")
+def run(spec: ClusterSpec, fd: int, segment_fd: int) -> None:
     listener = socket.socket(fileno=fd)
     listener.setblocking(False)
-    segment = Segment.open(name)
+    segment = Segment.open(segment_fd)
+    os.close(segment_fd)
     me = segment.attach(Role.ROUTER)
     try:
         asyncio.run(serve(spec, listener, segment, me))
@@ -184,8 +182,7 @@ def run(spec: ClusterSpec, fd: int, segment_name: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pdctl.core.router")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
-    parser.add_argument("--spec", type=Path, required=True, help="file with the cluster's specification")
-    parser.add_argument("--segment", required=True, help="the segment's file name")
+    inheritance.add_arguments(parser)
     parser.add_argument("--parent", type=int, required=True, help="PID of the supervisor")
     # The specification has both; on the command line they tell people whose process this is.
     parser.add_argument("--name")
@@ -195,11 +192,11 @@ def main(argv: list[str] | None = None) -> int:
     process.set_process_name("pdctl-router")
     forbid_torch()
     try:
-        spec = ClusterSpec.from_json(given.spec.read_text())
+        spec, segment_fd = inheritance.receive(given)
         logs.setup(log_dir(spec.state_dir, spec.name), "router")
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        run(spec, given.fd, given.segment)
+        run(spec, given.fd, segment_fd)
     except PdctlError as error:
         log.error("%s%s", error.message, f" ({error.hint})" if error.hint else "")
         return error.exit_code

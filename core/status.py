@@ -11,6 +11,7 @@ nothing here raises because of them.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -25,7 +26,7 @@ from pdctl.transport import recovery
 from pdctl.transport.errors import CorruptSegmentError, NotFoundError
 from pdctl.transport.layout import RING_WORDS, B, BlockState, H, P, R, SegmentState
 from pdctl.transport.lock import Op
-from pdctl.transport.mapping import boot_id
+from pdctl.transport.mapping import boot_id, descriptor_of, leads_to
 from pdctl.transport.names import SHM_DIR, SegmentName, log_dir, segments_of
 from pdctl.transport.rows import OWNED, WAITING, FinishReason, RowState
 from pdctl.transport.segment import (
@@ -291,10 +292,21 @@ class ClusterStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSegment:
-    """Where a cluster's segment lies, and what a person should know about it. `note` is None for a live cluster."""
+    """Where a cluster's segment lies, and what a person should know about it.
+
+    Attributes:
+        note: None for a live cluster whose segment has its name.
+        fd: leads to the segment (see `Mapping.door`); None: only its name does. The caller closes it.
+    """
 
     name: SegmentName
     note: str | None
+    fd: int | None = None
+
+    @property
+    def target(self) -> SegmentName | int:
+        """What to open."""
+        return self.name if self.fd is None else self.fd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +342,7 @@ def find_segment(state_dir: Path, name: str) -> FoundSegment:
     """
     locked = is_locked(state_dir, name)
     try:
-        return FoundSegment(name=running(state_dir, name).segment_name, note=None)
+        return _segment_of(running(state_dir, name))
     except NotFoundError:
         left = sorted(segments_of(name), key=_changed_ns, reverse=True)
         if not left:
@@ -350,6 +362,23 @@ def find_segment(state_dir: Path, name: str) -> FoundSegment:
     )
 
 
+def _segment_of(state: ClusterState) -> FoundSegment:
+    """The segment of a running cluster, from its supervisor: its name may be gone, or stand for another file."""
+    name, fd = state.segment_name, None
+    if process_start_time(state.supervisor_pid) == state.supervisor_start_time:
+        fd = descriptor_of(state.supervisor_pid, name)
+    note = _lost_name(state) if fd is not None and not leads_to(name, fd) else None
+    return FoundSegment(name=name, note=note, fd=fd)
+
+
+def _lost_name(state: ClusterState) -> str:
+    down, up = (command(verb, state.name, state.spec.state_dir) for verb in ("down", "up"))
+    return (
+        f"the segment's name {state.segment_name.path} was removed: serving and restarts go on, through the "
+        f"supervisor's descriptor; only {down} && {up} brings a name back"
+    )
+
+
 def _changed_ns(name: SegmentName) -> int:
     try:
         return name.path.stat().st_ctime_ns
@@ -357,13 +386,16 @@ def _changed_ns(name: SegmentName) -> int:
         return 0
 
 
-def look(name: SegmentName | Path) -> Snapshot:
+def look(name: SegmentName | Path | int) -> Snapshot:
     """A snapshot that is not torn, if a few tries give one; else a torn one.
+
+    Args:
+        name: or a path, or a descriptor (see `FoundSegment`).
 
     Raises:
         NotFoundError, CorruptSegmentError, IncompatibleError: see `take_snapshot`.
     """
-    target = name if isinstance(name, SegmentName) else name.resolve()
+    target = name.resolve() if isinstance(name, Path) else name
     snapshot = take_snapshot(target)
     for _ in range(_SNAPSHOT_TRIES - 1):
         section = _section_of(snapshot)
@@ -375,7 +407,7 @@ def look(name: SegmentName | Path) -> Snapshot:
     return snapshot
 
 
-def verify(snapshot: Snapshot, target: SegmentName | Path) -> Verification:
+def verify(snapshot: Snapshot, target: SegmentName | Path | int) -> Verification:
     """Recount everything in a snapshot, and compare sealed KV with its checksums where it lies.
 
     A section that a dead process left half done is first undone, in the copy only, as the next one to take
@@ -394,7 +426,7 @@ def verify(snapshot: Snapshot, target: SegmentName | Path) -> Verification:
     return _verification(segment, recovery.verify(segment) + broken, num_sealed, undone)
 
 
-def _verify_seals(target: SegmentName | Path) -> tuple[int, list[str]]:
+def _verify_seals(target: SegmentName | Path | int) -> tuple[int, list[str]]:
     segment = open_to_look(target)
     try:
         return recovery.verify_seals(segment)
@@ -738,17 +770,27 @@ def cluster_status(state_dir: Path, name: str) -> ClusterStatus:
         NotFoundError: not running, crashed, or just starting or stopping.
     """
     state = running(state_dir, name)
-    return cluster_status_of(state, describe(look(state.segment_name), state.segment_name.path))
+    found = _segment_of(state)
+    try:
+        segment = describe(look(found.target), found.name.path)
+    finally:
+        if found.fd is not None:
+            os.close(found.fd)
+    return cluster_status_of(state, segment, () if found.note is None else (found.note,))
 
 
-def cluster_status_of(state: ClusterState, segment: SegmentStatus) -> ClusterStatus:
-    """`cluster_status` of what has been read already."""
+def cluster_status_of(state: ClusterState, segment: SegmentStatus, more: tuple[str, ...] = ()) -> ClusterStatus:
+    """`cluster_status` of what has been read already.
+
+    Args:
+        more: further causes why it is degraded.
+    """
     spec = state.spec
     supervisor = ProcessStat.read(state.supervisor_pid)
     supervisor_state = "gone" if supervisor is None else "stopped" if supervisor.stopped else "running"
     zygote = _zygote(state.supervisor_pid)
     processes = segment.participants if zygote is None else (*segment.participants, zygote)
-    causes = tuple(_causes(state, segment, supervisor_state))
+    causes = (*_causes(state, segment, supervisor_state), *more)
     here = numerics(spec.dtype)
     # This command may run with other versions than the cluster was started with.
     same = f"{here.id:016x}" == segment.numerics_id
@@ -824,4 +866,5 @@ def _causes(state: ClusterState, segment: SegmentStatus, supervisor_state: str) 
         causes.append(f"{count} ({others})" if others else count)
     if segment.section is not None and not segment.section.holder_alive:
         causes.append(f"an operation ({segment.section.operation}) was cut off and not undone yet")
+    causes += [printable(warning) for warning in state.warnings.values()]
     return causes

@@ -5,7 +5,10 @@
     a wish on the control socket: operations.py, resumed after every event
     SIGTERM: close the segment -> stop all -> unlink -> state away -> lock away
 
-Never touches KV and serves no HTTP; loads no torch. Its stdout is a stream of JSON events for `pdctl up`:
+Never touches KV and loads no torch; serves HTTP only by refusing it while no router runs. What vanishes on disk, or
+fails for want of memory, processes or descriptors, ends nothing: it is made or tried again.
+
+Its stdout is a stream of JSON events for `pdctl up`:
 {"event": "stage", "name", "state": "start" | "done", "detail"}, {"event": "progress", "name", "done", "total"},
 {"event": "ready", "url"} or {"event": "error", "message", "hint", "exit_code"}.
 
@@ -19,12 +22,15 @@ import errno
 import json
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,25 +46,38 @@ from pdctl.core.cluster import (
     refuse_if_running,
     remove_stale,
     spec_path,
-    write_private,
     write_state,
 )
-from pdctl.core.config import ClusterSpec
+from pdctl.core.config import ClusterSpec, check_scale
 from pdctl.core.control import ControlClient, ControlServer
+from pdctl.core.faults import Faults
+from pdctl.core.inheritance import handed_over
 from pdctl.core.numerics import environment, numerics
 from pdctl.core.operations import DAEMONS, Operations
 from pdctl.core.process import (
     ProcessHandle,
     become_subreaper,
+    check_pidfds,
+    descendants,
     die_with_parent,
     exit_text,
     set_process_name,
 )
+from pdctl.core.stand_in import StandIn
+from pdctl.core.upkeep import Upkeep
+from pdctl.core.wake import keep_bell
 from pdctl.core.watchdog import Look, Watchdog, state_and_cpu_s
 from pdctl.transport.doorbell import Bell
-from pdctl.transport.errors import AlreadyRunningError, DeadlineError, NotFoundError, PdctlError, UsageError
+from pdctl.transport.errors import (
+    AlreadyRunningError,
+    CapacityError,
+    DeadlineError,
+    NotFoundError,
+    PdctlError,
+    UsageError,
+)
 from pdctl.transport.layout import H, P, VerifyKv
-from pdctl.transport.mapping import unlink_if_orphaned
+from pdctl.transport.mapping import leads_to, unlink_if_orphaned
 from pdctl.transport.names import cluster_dir, control_path, log_dir, new_segment_name
 from pdctl.transport.recovery import reap, sweep
 from pdctl.transport.segment import ParticipantState, Role, Segment, process_start_time
@@ -73,6 +92,8 @@ _KILL_GRACE_S = 10.0
 _LEAVE_GRACE_S = 15.0
 # Of what a process says about its end: state.json holds it.
 _MAX_WORDS = 1000
+# For a router to start: so long its clients may wait in the listener's queue.
+_ROUTER_PATIENCE_S = 10.0
 _EXIT_CODES = range(UsageError.exit_code, AlreadyRunningError.exit_code + 1)
 
 
@@ -109,8 +130,15 @@ class Supervisor:
         self._operations = Operations(self)
         self._watchdog = Watchdog()
         self._judge_at = 0.0
+        self._upkeep_at = 0.0
+        self._faults = Faults()
+        self._router_away_since: float | None = time.monotonic()
+        self._has_name = True
         self._segment: Segment
-        self._state: ClusterState
+        self._made: os.stat_result
+        self._door: int
+        self._upkeep: Upkeep
+        self._stand_in: StandIn
         self._listener: socket.socket
         self._bell: Bell
         self._control: ControlServer
@@ -158,7 +186,7 @@ class Supervisor:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
         name = new_segment_name(spec.name)
-        self._state = ClusterState(
+        state = ClusterState(
             name=spec.name,
             phase="starting",
             supervisor_pid=os.getpid(),
@@ -176,15 +204,20 @@ class Supervisor:
             numerics_id=numerics(spec.dtype).id,
             verify_kv=VerifyKv[spec.verify_kv.upper()],
         )
+        self._made = os.fstat(self._segment.mapping.fd)
+        self._upkeep = Upkeep(state, self._lock)
         try:
+            self._door = self._segment.mapping.door()
             self._me = self._segment.attach(Role.SUPERVISOR)
             # The supervisor never waits long: whoever holds the lock too long is its to judge.
             self._segment.lock.deadline_s = _LOCK_DEADLINE_S
             self._me.put(P.STATE, ParticipantState.READY)
             self._bell = Bell(self._directory, self._me.slot)
             self._control = ControlServer(control_path(self._directory), self._selector, self._on_request)
-            write_private(spec_path(spec.state_dir, spec.name), spec.to_json())
-            write_state(self._state)
+            self._stand_in = StandIn(
+                self._listener, self._selector, lambda: self._stands(self._router, ParticipantState.READY)
+            )
+            self._upkeep.begin()
         except BaseException:
             self._remove_segment()
             raise
@@ -205,6 +238,7 @@ class Supervisor:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(1024)
+            listener.setblocking(False)
         except socket.gaierror as error:
             raise UsageError(f"--host {host}: {error.strerror}", hint=local) from error
         except OSError as error:
@@ -220,28 +254,74 @@ class Supervisor:
     def _loop(self) -> None:
         self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: _drain(self._wakeup))
         self._selector.register(self._bell, selectors.EVENT_READ, self._bell.drain)
+        turn = (
+            self._start_due,
+            self._kill_overdue,
+            self._kill_hung,
+            self._look_at_readiness,
+            self._wish_drains,
+            self._operations.advance,
+            self._control.expire,
+            self._answer_for_router,
+        )
         while not self._stopping:
-            self._start_due()
-            self._kill_overdue()
-            self._kill_hung()
-            self._look_at_readiness()
-            self._wish_drains()
-            self._operations.advance()
-            self._control.expire()
+            for step in turn:
+                self._guarded(step.__name__, step)
             for key, _ in self._selector.select(self._pause()):
                 if not self._stopping:
-                    key.data()
-            self._recover()
-            if not self._lock.is_in_place():
-                # Nobody could find us any more, and a second cluster of our name may start.
-                _log.error("the directory %s was removed: going down", self._directory)
-                self._stopping = True
+                    self._guarded("an event", key.data)
+            self._guarded("recovery", self._recover)
+            self._guarded("upkeep", self._keep_up)
+            if pause_s := self._faults.pause_s():
+                # A signal ends the pause.
+                select.select([self._wakeup], [], [], pause_s)
         if not self._announced:
             message = f"cluster {self._spec.name!r}: taken down while it was starting"
             emit(event="error", message=message, hint=None, exit_code=1)
 
+    def _guarded(self, what: str, call: Callable[[], object]) -> None:
+        """Call; once the cluster is up, an exception ends nothing. Before, it is why there is no cluster."""
+        try:
+            call()
+        except Exception as error:
+            if not self._announced:
+                raise
+            self._faults.note(what, error)
+
+    def _keep_up(self) -> None:
+        """Once a second: what others find us by is where it should be, or made again."""
+        now = time.monotonic()
+        if now < self._upkeep_at:
+            return
+        self._upkeep_at = now + _TICK_S
+        heard = self._bell.fileno()
+        if keep_bell(self._bell):
+            self._selector.unregister(heard)
+            self._selector.register(self._bell, selectors.EVENT_READ, self._bell.drain)
+        self._note_name()
+        self._upkeep.warn("supervisor", self._faults.warning())
+        if not self._upkeep.look(self._control):
+            _log.error("another supervisor has taken the name in %s: going down", self._directory)
+            self._stopping = True
+
+    def _note_name(self) -> None:
+        """Log once when the segment's name is gone; who looks at the segment sees it for himself."""
+        has_name = leads_to(self._state.segment_name, self._door)
+        if has_name != self._has_name:
+            self._has_name = has_name
+            what = "has its name again" if has_name else "lost its name in /dev/shm: it is passed on by descriptor"
+            _log.warning("segment %s: %s", self._state.segment, what)
+
+    @property
+    def _state(self) -> ClusterState:
+        return self._upkeep.state
+
     def _pause(self) -> float:
-        due = [self._operations.next_deadline(), self._control.next_deadline()]
+        due = [
+            self._operations.next_deadline(),
+            self._control.next_deadline(),
+            self._stand_in.next_deadline(),
+        ]
         due += [at for child in self.children for at in (child.start_at, child.kill_at)]
         return max(0.0, min([_TICK_S, *(at - time.monotonic() for at in due if at is not None)]))
 
@@ -255,49 +335,87 @@ class Supervisor:
     def _start_due(self) -> None:
         for child in self.children:
             if child.handle is None and child.start_at is not None and child.start_at <= time.monotonic():
-                self._start(child)
+                try:
+                    self._start(child)
+                except OSError as error:
+                    self._put_off(child, str(error))
+
+    def _put_off(self, child: Child, why: str) -> None:
+        """The system did not make its process: try again later, for as long as it takes."""
+        if not self._announced:
+            raise CapacityError(f"{child.name}: cannot be started: {why}", hint=self.hint("up"))
+        pause_s = child.put_off()
+        _log.error("%s: cannot be started: %s; tried again in %.1f s", child.name, why, pause_s)
+        self._upkeep.warn(child.name, f"{child.name} cannot be started: {why} (tried {child.num_refused} times)")
 
     def _start(self, child: Child) -> None:
+        """Start it, or ask the zygote for it.
+
+        Raises:
+            OSError: there is no memory, process or descriptor to be had; nothing of it is left.
+        """
         child.start_at = None
         child.ready = False
         if child is self._zygote:
             self._start_zygote()
         elif child is self._router:
             emit(event="stage", name="router", state="start")
-            fd = self._listener.fileno()
-            self._spawn(child, "pdctl.core.router", ["--fd", str(fd)], (fd,))
+            self._spawn(child, "pdctl.core.router", self._listener.fileno())
         elif self._loaded and self._wire is not None:
             emit(event="stage", name=child.name, state="start")
             child.log_size = self._log_size(child)
             # The same image of the same weights, with as many threads: one proof is enough for all.
             proofs = [one.proof_ns for one in self._daemons if one.kind == child.kind and one.proof_ns is not None]
             request = {"fork": child.kind, "index": child.index, "proof_ns": max(proofs, default=None)}
-            with contextlib.suppress(OSError):  # the zygote's death is told by its pidfd
+            with contextlib.suppress(ConnectionError):  # the zygote's death is told by its pidfd
                 self._wire.send(json.dumps(request).encode())
                 child.asked = True
 
     def _start_zygote(self) -> None:
         emit(event="stage", name="weights", state="start")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        try:
+            ours.setblocking(False)
+            self._spawn(self._zygote, "pdctl.core.zygote", theirs.fileno())
+            self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear_zygote(ours))
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         # Requests wait until it has loaded: "loaded" asks for every daemon that is missing.
         self._wire, self._loaded = ours, False
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear_zygote(ours))
-        self._spawn(self._zygote, "pdctl.core.zygote", ["--fd", str(theirs.fileno())], (theirs.fileno(),))
-        theirs.close()
 
-    def _spawn(self, child: Child, module: str, arguments: list[str], fds: tuple[int, ...]) -> None:
+    def _spawn(self, child: Child, module: str, fd: int) -> None:
+        """Start a process with the specification, the segment, and one descriptor more.
+
+        Raises:
+            OSError: see `_start`.
+        """
         spec = self._spec
-        command = [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
-        command += ["--spec", str(spec_path(spec.state_dir, spec.name)), "--segment", self._state.segment]
-        env = {**os.environ, **environment(numerics(spec.dtype))}
         child.log_size = self._log_size(child)
-        # What it prints before its own logging stands goes to its log as well.
-        with open(self._logs / f"{child.name}.log", "ab", opener=_private) as log:
+        env = {**os.environ, **environment(numerics(spec.dtype))}
+        path = spec_path(spec.state_dir, spec.name)
+        with handed_over(spec, path, self._state.segment, self._door) as (given, fds), self._log_of(child) as log:
+            command = [sys.executable, "-m", module, "--parent", str(os.getpid()), "--fd", str(fd), *given]
             child.popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=fds, env=env, cwd="/"
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[fd, *fds], env=env, cwd="/"
             )
         self._watch(child, child.popen.pid)
+
+    @contextmanager
+    def _log_of(self, child: Child) -> Iterator[int]:
+        """Where a process writes what it prints before its own logging stands: its log, or else nowhere."""
+        self._upkeep.keep_logs()
+        try:
+            fd = logs.open_log(self._logs, child.name)
+        except OSError as error:
+            _log.error("%s.log: %s: what it prints at its start is lost", child.name, error)
+            fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _log_size(self, child: Child) -> int:
         try:
@@ -309,9 +427,27 @@ class Supervisor:
         return command(verb, self._spec.name, self._spec.state_dir)
 
     def _watch(self, child: Child, pid: int) -> None:
-        handle = ProcessHandle(pid)
+        """Take a process as this child's.
+
+        Raises:
+            OSError: it cannot be watched, and was killed.
+        """
+        try:
+            handle = ProcessHandle(pid)
+            try:
+                self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_death(child))
+            except OSError:
+                handle.close()
+                raise
+        except OSError:
+            # A child of ours: the number is its own until we take its exit status.
+            os.kill(pid, signal.SIGKILL)
+            if child.popen is not None:
+                child.popen.wait()
+                child.popen = None
+            raise
         child.begin(handle)
-        self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_death(child))
+        self._upkeep.warn(child.name, None)
         _log.info("%s: started, pid %d", child.name, pid)
         if not child.wanted:
             self._end_in_order(child)
@@ -344,9 +480,14 @@ class Supervisor:
                     if child.handle is None and not child.gave_up:
                         child.start_at = time.monotonic()
             elif "forked" in told:
-                for child in self._daemons:
-                    if child.name == f"{told['kind']}-{told['index']}":
+                for child in self._named(told):
+                    try:
                         self._watch(child, told["forked"])
+                    except OSError as error:
+                        self._put_off(child, str(error))
+            elif "unforked" in told:
+                for child in self._named(told):
+                    self._put_off(child, str(told["unforked"]))
             elif "error" in told:
                 _log.error("zygote: %s", told["error"])
                 self._note_trouble(self._zygote, told["error"])
@@ -354,6 +495,10 @@ class Supervisor:
                     raise PdctlError(
                         f"loading {self._spec.model_path}: {told['error']}", hint=self.hint("logs zygote")
                     )
+
+    def _named(self, told: dict[str, Any]) -> list[Child]:
+        """The daemon of which the zygote speaks."""
+        return [child for child in self._daemons if child.name == f"{told['kind']}-{told['index']}"]
 
     def _look_at_readiness(self) -> None:
         for child in self.children:
@@ -368,10 +513,25 @@ class Supervisor:
                 emit(event="stage", name=child.name, state="done")
         if not self._announced and all(child.ready for child in self.children):
             self._announced = True
-            self._state = replace(self._state, phase="running")
-            write_state(self._state)
+            self._upkeep.show(replace(self._state, phase="running"))
             emit(event="ready", url=self._state.url)
             _silence_stdout()
+
+    def _answer_for_router(self) -> None:
+        """While no router serves: refuse its clients, unless one is about to. They must not wait without end."""
+        router, now, away = self._router, time.monotonic(), self._router_away_since
+        if router.ready:
+            self._router_away_since = None
+            self._stand_in.serve(None)
+        elif router.gave_up:
+            by_hand = self.hint("restart router")
+            self._stand_in.serve(f"the router gave up after {router.quick_deaths} deaths in a row; {by_hand}")
+        elif away is None:
+            self._router_away_since = now
+        elif now - away > _ROUTER_PATIENCE_S or (router.handle is None and (router.start_at or now) > now):
+            self._stand_in.serve("the router is being restarted", retry_after_s=1)
+        else:
+            self._stand_in.serve(None)
 
     def _note_proof(self, child: Child) -> None:
         for slot in self._slots_of(child):
@@ -402,13 +562,10 @@ class Supervisor:
 
     def resize(self, numbers: dict[Role, int]) -> None:
         prefill, decode = (numbers.get(role, self._num_wanted(role)) for role in DAEMONS)
-        spec = replace(self._spec, num_prefill=prefill, num_decode=decode)
-        try:
-            write_private(spec_path(spec.state_dir, spec.name), spec.to_json())
-            write_state(replace(self._state, spec=spec))
-        except OSError as error:
-            raise PdctlError(f"state of cluster {spec.name!r}: {error}", hint=self.hint("status")) from error
-        self._spec, self._state = spec, replace(self._state, spec=spec)
+        again = f"{self.hint('down')} && {self.hint('up')} --prefill {prefill} --decode {decode}"
+        check_scale(self._spec, prefill, decode, hint=again)
+        self._spec = replace(self._spec, num_prefill=prefill, num_decode=decode)
+        self._upkeep.show(replace(self._state, spec=self._spec))
         for role, number in zip(DAEMONS, (prefill, decode), strict=True):
             present = {child.index: child for child in self._daemons if child.role is role}
             for index in range(number):
@@ -443,7 +600,7 @@ class Supervisor:
             child.handle.send(signal.SIGTERM)
             child.handle.send(signal.SIGCONT)  # a stopped one could not hear us
         elif not child.asked:
-            self._daemons.remove(child)
+            self._forget(child)
             self._note_who_gave_up()
 
     def _kill_overdue(self) -> None:
@@ -480,7 +637,8 @@ class Supervisor:
             return None
         holds_lock = segment.words[H.LOCK_PID] == pid
         if child.role is Role.ROUTER:
-            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, holds_lock=holds_lock)
+            # Its event loop may sleep as long as it likes; stopped, it lets every client hang.
+            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=0, holds_lock=holds_lock)
         return Look(
             name=child.name,
             pid=pid,
@@ -500,31 +658,29 @@ class Supervisor:
                     self._segment.words[self._segment.layout.participant(slot) + P.DRAIN] = int(child.drain)
                     self._bell.ring(slot)
 
+    def _forget(self, child: Child) -> None:
+        self._daemons.remove(child)
+        self._upkeep.warn(child.name, None)
+
     def _forget_requests(self) -> None:
         """The zygote that was asked for daemons is gone; the next one is asked again."""
         for child in [one for one in self._daemons if one.asked]:
             child.asked = False
             if not child.wanted:
-                self._daemons.remove(child)
+                self._forget(child)
 
     def _note_who_gave_up(self) -> None:
         """Into state.json, for `pdctl status`."""
         gave_up = {child.name: child.quick_deaths for child in self.children if child.gave_up}
-        self._note(gave_up=gave_up)
+        if gave_up != self._state.gave_up:
+            self._upkeep.show(replace(self._state, gave_up=gave_up))
 
     def _note_trouble(self, child: Child, words: str | None) -> None:
         """The same: why a process does not come up; None: it has come up."""
         trouble = {name: said for name, said in self._state.trouble.items() if name != child.name}
-        self._note(trouble=trouble | ({} if words is None else {child.name: words[:_MAX_WORDS]}))
-
-    def _note(self, **changes: Any) -> None:
-        state = replace(self._state, **changes)
-        if state != self._state:
-            self._state = state
-            try:
-                write_state(self._state)
-            except OSError as error:
-                _log.error("state.json: %s", error)
+        trouble |= {} if words is None else {child.name: words[:_MAX_WORDS]}
+        if trouble != self._state.trouble:
+            self._upkeep.show(replace(self._state, trouble=trouble))
 
     # --- death ---------------------------------------------------------------------------------------------
 
@@ -542,7 +698,7 @@ class Supervisor:
         for slot in slots:
             incarnation, counted = self._segment.participant_word(slot, P.INCARNATION), slot != slots[0]
             self._dead.append(_Dead(name=child.name, slot=slot, incarnation=incarnation, cause=said, counted=counted))
-        self._recover()
+        self._guarded("recovery", self._recover)
         was_ready, was_told = child.ready, child.kill_at is not None
         child.end(worked=any(self._segment.participant_word(slot, P.STEPS) > 0 for slot in slots))
         if not self._announced and not was_ready:
@@ -550,7 +706,7 @@ class Supervisor:
         if not (was_ready or was_told or child is self._zygote):  # which has said it over the wire
             self._note_trouble(child, logs.last_error(self._logs, child.name, child.log_size) or cause)
         if not child.wanted:
-            self._daemons.remove(child)
+            self._forget(child)
             self._note_trouble(child, None)
         if child.gave_up:
             _log.error("%s: died %d times in a row, not restarted", child.name, MAX_QUICK_DEATHS)
@@ -593,46 +749,61 @@ class Supervisor:
 
     def _close(self) -> None:
         """Stop all processes, then remove the segment and every file. Whatever fails, the rest is done."""
-        with contextlib.suppress(OSError):
+        going = NotFoundError(f"cluster {self._spec.name!r}: is going down", hint=self.hint("up"))
+        with _whatever_fails("state.json"):
             if self._lock.is_in_place():
                 write_state(replace(self._state, phase="stopping"))
-        self._operations.abandon(NotFoundError(f"cluster {self._spec.name!r}: is going down", hint=self.hint("up")))
-        self._control.close()
+        with _whatever_fails("operations"):
+            self._operations.abandon(going)
+        with _whatever_fails("control socket"):
+            self._control.close()
         self._segment.mark_closed()
-        self._listener.close()
-        living = [child for child in self.children if child.handle is not None]
-        for child in living:
-            assert child.handle is not None
+        with _whatever_fails("HTTP port"):
+            self._stand_in.close()
+            self._listener.close()
+        with _whatever_fails("processes"):
+            self._end_all()
+        with _whatever_fails("processes without a name"):
+            _end_children()
+        with _whatever_fails("bell"):
+            self._bell.close()
+        with _whatever_fails("segment"):
+            self._remove_segment()
+
+    def _end_all(self) -> None:
+        living = [(child, child.handle) for child in self.children if child.handle is not None]
+        for child, handle in living:
             # The zygote and an unfinished start have nothing to put in order.
             orderly = child.role is not None and child.ready
-            child.handle.send(signal.SIGTERM if orderly else signal.SIGKILL)
-            child.handle.send(signal.SIGCONT)  # a stopped one could not hear us
+            handle.send(signal.SIGTERM if orderly else signal.SIGKILL)
+            handle.send(signal.SIGCONT)  # a stopped one could not hear us
         deadline = time.monotonic() + _TERM_GRACE_S
-        for child in living:
-            assert child.handle is not None
-            if not child.handle.is_gone(max(0.0, deadline - time.monotonic())):
+        for child, handle in living:
+            if not handle.is_gone(max(0.0, deadline - time.monotonic())):
                 _log.warning("%s: did not stop in %.0f s, killed", child.name, _TERM_GRACE_S)
-                child.handle.send(signal.SIGKILL)
-        for child in living:
-            assert child.handle is not None
-            if child.handle.is_gone(_KILL_GRACE_S):
+                handle.send(signal.SIGKILL)
+        for child, handle in living:
+            if handle.is_gone(_KILL_GRACE_S):
                 _collect(child)
-        _end_children()
-        with contextlib.suppress(OSError):
-            if self._lock.is_in_place():
-                self._bell.close()
-        self._remove_segment()
 
     def _remove_segment(self) -> None:
-        """Give up our own place and remove the segment's name once nobody holds a place."""
+        """Give up our own place and remove the segment's name, if it is still ours, once nobody holds a place."""
         self._segment.close()
         name = self._state.segment_name
         deadline = time.monotonic() + _KILL_GRACE_S
-        while not unlink_if_orphaned(name):
+        while not unlink_if_orphaned(name, made=self._made):
             if time.monotonic() > deadline:
                 _log.error("segment %s: still held by another process", name)
                 return
             time.sleep(0.01)
+
+
+@contextmanager
+def _whatever_fails(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _log.exception("%s: not put in order", what)
 
 
 def _daemons(spec: ClusterSpec) -> list[Child]:
@@ -649,8 +820,6 @@ def _daemon(role: Role, index: int, start_at: float | None = None) -> Child:
 
 def _end_children() -> None:
     """Kill and collect what is still below us: daemons whose fork was not yet told, with those between."""
-    import psutil
-
     deadline = time.monotonic() + _KILL_GRACE_S
     while time.monotonic() < deadline:
         try:
@@ -658,14 +827,10 @@ def _end_children() -> None:
                 pass
         except ChildProcessError:
             return
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _collect(child: Child) -> int:
@@ -708,9 +873,14 @@ def emit(**event: Any) -> None:
 
 
 def _silence_stdout() -> None:
-    """`pdctl up` returns when our stdout closes; later events are told to nobody."""
-    sys.stdout.flush()
-    nobody = os.open(os.devnull, os.O_WRONLY)
+    """`pdctl up` returns when our stdout closes; later events are told to nobody, or to our log."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    try:
+        nobody = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        os.dup2(2, 1)
+        return
     os.dup2(nobody, 1)
     os.close(nobody)
 
@@ -732,10 +902,8 @@ def main() -> None:
         private_directory(spec.state_dir)
         private_directory(directory.parent)
         private_directory(directory)
-        events = os.dup(1)
-        logs.setup(directory, "supervisor")
-        os.dup2(events, 1)
-        os.close(events)
+        logs.setup(directory, "supervisor", stdout=False)
+        check_pidfds()
         Supervisor(spec).run()
     except PdctlError as error:
         _log.error("%s", error.message)

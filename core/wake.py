@@ -5,17 +5,36 @@ Bells have no content and may be lost; everybody also scans once a second. Used 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Protocol
 
+from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import P, R
 from pdctl.transport.segment import Role, Segment
+
+_log = logging.getLogger("wake")
 
 
 class Ringer(Protocol):
     """What rings; in a daemon its `Bell`."""
 
     def ring(self, slot: int) -> None: ...
+
+
+def keep_bell(bell: Bell) -> bool:
+    """See that our own bell can be rung (its file may vanish), and log what had to be done.
+
+    Returns:
+        Whether it has another descriptor from now on.
+    """
+    before = bell.fault
+    renewed = bell.keep()
+    if renewed:
+        _log.warning("bell: its file had gone, there is another one")
+    elif bell.fault is not None and bell.fault != before:
+        _log.error("bell: nobody can ring us (%s); we look around once a second, and try again", bell.fault)
+    return renewed
 
 
 class Wake:

@@ -5,7 +5,8 @@
          +---- prefill-0, decode-0, ...   orphans of the second fork: children of the supervisor (a sub-reaper)
 
 A daemon so made shares the weights' memory, and one that died is replaced in a fraction of a second. Speaks
-JSON lines over a socket pair with the supervisor: {"fork": kind, "index": n, "proof_ns": t} -> {"forked": pid, ...}.
+JSON lines over a socket pair with the supervisor: {"fork": kind, "index": n, "proof_ns": t} -> {"forked": pid, ...},
+or {"unforked": why, ...}. Specification and segment come by descriptor (inheritance.py).
 """
 
 from __future__ import annotations
@@ -18,34 +19,29 @@ import socket
 import sys
 import time
 import traceback
-from pathlib import Path
 
-from pdctl.core import logs
+from pdctl.core import inheritance, logs
 from pdctl.core.config import ClusterSpec
 from pdctl.core.process import die_with_parent, set_process_name
 from pdctl.transport.errors import PdctlError
-from pdctl.transport.names import SegmentName, log_dir, parse_segment_name
+from pdctl.transport.names import log_dir
 
 _ADOPTION_DEADLINE_S = 5.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pdctl.core.zygote")
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--segment", required=True)
+    inheritance.add_arguments(parser)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     given = parser.parse_args()
     die_with_parent(given.parent)
     set_process_name("pdctl-zygote")
-    spec = ClusterSpec.from_json(given.spec.read_text())
+    spec, segment_fd = inheritance.receive(given)
     logs.setup(log_dir(spec.state_dir, spec.name), "zygote")
-    segment_name = parse_segment_name(given.segment)
-    if segment_name is None:
-        sys.exit(f"{given.segment}: not a segment's name")
     wire = socket.socket(fileno=given.fd)
     try:
-        _serve(spec, segment_name, wire, given.parent)
+        _serve(spec, segment_fd, wire, given.parent)
     except Exception as error:
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
@@ -55,7 +51,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, supervisor: int) -> None:
+def _serve(spec: ClusterSpec, segment_fd: int, wire: socket.socket, supervisor: int) -> None:
     import torch
 
     # OpenMP threads do not survive a fork: this process never starts any.
@@ -72,18 +68,21 @@ def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, su
     while message := wire.recv(4096):
         request = json.loads(message)
         kind, index, proof_ns = str(request["fork"]), int(request["index"]), request["proof_ns"]
-        middle = os.fork()
+        middle = _fork(wire, kind, index)
+        if middle is None:
+            continue
         if middle == 0:
-            daemon = os.fork()
-            if daemon:
-                _say(wire, forked=daemon, kind=kind, index=index)
+            daemon = _fork(wire, kind, index)
+            if daemon != 0:
+                if daemon is not None:
+                    _say(wire, forked=daemon, kind=kind, index=index)
                 os._exit(0)
             code = 1
             try:
                 wire.close()
                 _await_adoption(supervisor)
                 die_with_parent(supervisor)
-                serve(spec, segment_name, kind, index, model, proof_ns)
+                serve(spec, segment_fd, kind, index, model, proof_ns)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -91,6 +90,15 @@ def _serve(spec: ClusterSpec, segment_name: SegmentName, wire: socket.socket, su
                 sys.stderr.flush()
                 os._exit(code)
         os.waitpid(middle, 0)
+
+
+def _fork(wire: socket.socket, kind: str, index: int) -> int | None:
+    """As os.fork; None, and the supervisor knows why, if the system has no process or memory to give."""
+    try:
+        return os.fork()
+    except OSError as error:
+        _say(wire, unforked=error.strerror, kind=kind, index=index)
+        return None
 
 
 def _await_adoption(supervisor: int) -> None:

@@ -6,35 +6,87 @@ a ring that comes during the scan is then still in the queue. Knows nothing of r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
+import time
 from pathlib import Path
 
 from pdctl.transport.names import bell_path
 
 _MOST_RINGS = 1000
+_KEEP_S = 1.0
 
 
 class Bell:
     """A process's own bell, and the means to ring the others'.
 
+    Its names are files that may be removed, and a socket whose name is gone hears nothing: `keep` gives it others.
+
     Args:
         slots: the process's places: one socket, with a name for each.
+
+    Attributes:
+        fault: why nobody can ring it now; None: it has its names.
     """
 
     def __init__(self, run_dir: Path, *slots: int) -> None:
         self._run_dir = run_dir
         self._paths = [bell_path(run_dir, slot) for slot in slots]
-        for path in self._paths:
-            path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
+        self._names: tuple[int, int] | None = None
+        self._look_at = 0.0
+        self._socket = _socket()
+        self.fault: str | None = None
+        self._bind(self._socket)
+
+    def _bind(self, bell: socket.socket) -> bool:
+        """Name a socket, in the place of whatever has our names; whether that could be done."""
         first, *others = self._paths
-        self._socket.bind(str(first))
-        first.chmod(0o600)
-        for other in others:
-            os.link(first, other)
+        try:
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+            bell.bind(str(first))
+            first.chmod(0o600)
+            for other in others:
+                os.link(first, other)
+            found = first.lstat()
+        except OSError as error:
+            self.fault = f"{first}: {error.strerror or error}"
+            return False
+        self._names, self.fault = (found.st_dev, found.st_ino), None
+        return True
+
+    def keep(self) -> bool:
+        """See whether the names still lead here, and give them to another socket if not. Looks once a second at most.
+
+        Returns:
+            Whether it has another descriptor from now on. If it cannot be done, `fault` says why.
+        """
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _KEEP_S
+        if all(map(self._is_ours, self._paths)):
+            return False
+        try:
+            fresh = _socket()  # a socket is named once
+        except OSError as error:
+            self.fault = f"{self._paths[0]}: {error.strerror}"
+            return False
+        if not self._bind(fresh):
+            fresh.close()
+            return False
+        self._socket.close()
+        self._socket = fresh
+        return True
+
+    def _is_ours(self, path: Path) -> bool:
+        try:
+            found = path.lstat()
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._names
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -66,6 +118,14 @@ class Bell:
             pass
 
     def close(self) -> None:
+        """Remove the names that are still ours, too."""
         self._socket.close()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+        for path in filter(self._is_ours, self._paths):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _socket() -> socket.socket:
+    bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    bell.setblocking(False)
+    return bell

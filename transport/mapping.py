@@ -95,6 +95,13 @@ class Mapping:
     def fd(self) -> int:
         return -1 if self._owned is None else self._owned.fd
 
+    def door(self) -> int:
+        """A descriptor that only leads to the file: `open_segment` takes it, here and in children that inherit it.
+
+        It outlives the file's name, holds no lock and can be neither read nor written. The caller closes it.
+        """
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_PATH | os.O_CLOEXEC)
+
     def kv(self, layout: Layout) -> memoryview | None:
         """The KV pages' bytes; None once this is closed."""
         data: memoryview | None = self.__dict__.get("_bytes")
@@ -323,16 +330,23 @@ def check_header(words: memoryview, size_bytes: int, what: str) -> Geometry:
     return geometry
 
 
-def open_segment(name: SegmentName | Path, *, writable: bool) -> tuple[Mapping, Geometry]:
+def open_segment(name: SegmentName | Path | int, *, writable: bool) -> tuple[Mapping, Geometry]:
     """Map an existing segment. An attacher never unlinks.
+
+    Args:
+        name: or a descriptor that leads to it (see `Mapping.door`), which stays the caller's: the segment is opened
+            once more, so that its locks are this process's own.
 
     Raises:
         NotFoundError: no such file.
         CorruptSegmentError, IncompatibleError: see check_header.
     """
-    path = name.path if isinstance(name, SegmentName) else name
     # O_NONBLOCK: opening a FIFO must not wait for its other end.
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    if isinstance(name, int):
+        path, flags = Path(f"/proc/self/fd/{name}"), flags & ~os.O_NOFOLLOW
+    else:
+        path = name.path if isinstance(name, SegmentName) else name
     try:
         fd = os.open(path, flags)
     except FileNotFoundError as error:
@@ -374,19 +388,106 @@ def _memory_available() -> int:
     return 1 << 62
 
 
-def unlink_if_orphaned(name: SegmentName) -> bool:
+def descriptor_of(pid: int, name: SegmentName) -> int | None:
+    """A door (see `Mapping.door`) to the segment that a process has open, whatever became of its name.
+
+    Returns:
+        A descriptor that the caller closes; None if the process is gone or another user's, or has no such file.
+    """
+    known = (str(name.path), f"{name.path} (deleted)")
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(entry.readlink()) not in known:
+                    continue
+                fd = os.open(entry, os.O_PATH | os.O_CLOEXEC)
+                # The number may lead to another file by now.
+                if _is_own_file(os.fstat(fd)):
+                    return fd
+                os.close(fd)
+    return None
+
+
+def leads_to(name: SegmentName, fd: int) -> bool:
+    """Whether a segment's name still stands for this open file."""
+    try:
+        return os.path.samestat(name.path.lstat(), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def _is_own_file(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+
+
+def is_somebody_elses(name: SegmentName) -> bool:
+    """Whether what lies under a segment's name is none of ours: another user's, no file, or no segment and in use.
+
+    A file without a segment's content that no process has open was left by a start that was killed.
+    """
+    try:
+        fd = os.open(name.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        if not _is_own_file(os.fstat(fd)):
+            return True
+        return not _has_magic(fd) and _is_in_use(name, fd)
+    finally:
+        os.close(fd)
+
+
+def _has_magic(fd: int) -> bool:
+    return os.pread(fd, WORD, H.MAGIC * WORD) == MAGIC.to_bytes(WORD, "little")
+
+
+def _is_locked(fd: int) -> bool:
+    probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # length 0: to the end of the file
+    return bool(_FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, probe))[0] != fcntl.F_UNLCK)
+
+
+def _is_in_use(name: SegmentName, fd: int) -> bool:
+    """Whether another process has a lock on the file, or has it open or mapped, as far as this user may know."""
+    if _is_locked(fd):
+        return True
+    path = str(name.path)
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal() or int(process.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            for entry in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(entry.readlink()) == path:
+                        return True
+            if any(line.endswith(f" {path}") for line in (process / "maps").read_text().splitlines()):
+                return True
+    return False
+
+
+def unlink_if_orphaned(name: SegmentName, *, made: os.stat_result | None = None) -> bool:
     """Remove a segment's name if no participant is alive; the memory goes when its last viewer does.
 
     Takes the guard's byte 0, checks that the name still leads to the file it looked at, then unlinks.
 
+    Args:
+        made: of the file that the caller made: whatever else has its name by now stays.
+
     Returns:
-        False if a participant still holds its byte, or another process is unlinking.
+        False if a participant still holds its byte, another process is unlinking, or it is somebody else's file.
     """
+    if made is None and is_somebody_elses(name):
+        return False
     try:
-        fd = os.open(name.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(name.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
+    except OSError:
+        return made is not None
     try:
+        if made is not None and not os.path.samestat(os.fstat(fd), made):
+            return True
         try:
             _lock_byte(fd, _F_OFD_SETLK, fcntl.F_WRLCK, 0)
         except OSError:
@@ -394,11 +495,8 @@ def unlink_if_orphaned(name: SegmentName) -> bool:
         probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0)  # length 0: to the end of the file
         if _FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, probe))[0] != fcntl.F_UNLCK:
             return False
-        try:
-            if os.path.samestat(os.fstat(fd), name.path.lstat()):
-                name.path.unlink()
-        except FileNotFoundError:
-            pass
+        if leads_to(name, fd):
+            name.path.unlink(missing_ok=True)
         return True
     finally:
         os.close(fd)

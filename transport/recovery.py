@@ -30,7 +30,8 @@ def reap(
 ) -> Reaped:
     """Take everything from a participant that is PROVEN dead, and free its slot.
 
-    Stores into a mapping cannot be fenced: the caller has seen the process's pidfd become readable.
+    Stores into a mapping cannot be fenced: the caller has seen the process's pidfd become readable. If this raises,
+    call it again: what was done stays done, and the death is counted with the last of it.
 
     Args:
         cause: what its rows fail with, if they must.
@@ -39,12 +40,12 @@ def reap(
     """
     rows = segment.rows
     outcome: dict[RowState, list[int]] = {}
-    with segment.lock.section(Op.REAP) as section:
+    # A section repairs what the dead one left half done.
+    with segment.lock.section(Op.REAP):
         base = segment.layout.participant(slot)
         role = Role(segment.words[base + P.ROLE])
         if segment.words[base + P.INCARNATION] != incarnation or role is Role.NONE:
             return Reaped(slot=slot, adoptable=(), failed=(), cancelled=())
-        section.add(H.DEATHS, int(not counted))
     for row in rows.owned_by(slot, incarnation):
         with segment.lock.section(Op.REAP, row) as section:
             outcome.setdefault(rows.reap_row(section, row, cause, resume=resume), []).append(row)
@@ -52,6 +53,7 @@ def reap(
         _reap_clients_rows(segment, slot, incarnation)
     with segment.lock.section(Op.REAP) as section:
         section.set(segment.layout.participant(slot) + P.ROLE, Role.NONE)
+        section.add(H.DEATHS, int(not counted))
     return Reaped(
         slot=slot,
         adoptable=tuple(outcome.get(RowState.QUEUED, []) + outcome.get(RowState.READY, [])),

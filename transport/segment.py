@@ -125,8 +125,8 @@ class Segment:
         return cls(_mapping.anonymous(geometry), geometry)
 
     @classmethod
-    def open(cls, name: SegmentName | Path, *, expected: Expected | None = None) -> Segment:
-        """Map an existing segment to work in it.
+    def open(cls, name: SegmentName | Path | int, *, expected: Expected | None = None) -> Segment:
+        """Map an existing segment, by name or by descriptor, to work in it.
 
         Raises:
             NotFoundError, CorruptSegmentError: see `mapping.open_segment`.
@@ -267,8 +267,11 @@ class Snapshot:
 _SNAPSHOT_TRIES = 50
 
 
-def take_snapshot(name: SegmentName | Path) -> Snapshot:
+def take_snapshot(name: SegmentName | Path | int) -> Snapshot:
     """Copy a live segment, or a file that once was one, without a lock.
+
+    Args:
+        name: or a path, or a descriptor (see `Mapping.door`).
 
     Raises:
         NotFoundError, CorruptSegmentError, IncompatibleError: as for attaching; another PID namespace is no
@@ -294,7 +297,7 @@ def take_snapshot(name: SegmentName | Path) -> Snapshot:
         mapping.close()
 
 
-def open_to_look(name: SegmentName | Path) -> Segment:
+def open_to_look(name: SegmentName | Path | int) -> Segment:
     """Map a segment, or a file that once was one, for reading alone; the caller closes it.
 
     Raises:

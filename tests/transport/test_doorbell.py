@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import select
+import shutil
 import socket
 import stat
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdctl.transport import doorbell
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.names import bell_path
 
@@ -150,3 +152,63 @@ def test_a_bell_can_be_watched_with_other_descriptors(bells: tuple[Bell, Bell]) 
     assert poll.poll(0) == []
     bells[0].ring(1)
     assert poll.poll(FAR_AWAY_S * 1000) == [(bells[1].fileno(), select.POLLIN)]
+
+
+@pytest.mark.parametrize("gone", ["file", "other file", "directory", "link of another place"])
+def test_a_bell_whose_name_is_gone_gets_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    monkeypatch.setattr(doorbell, "_KEEP_S", 0.0)
+    directory = tmp_path / "run"
+    directory.mkdir()
+    one, two = Bell(directory, 0), Bell(directory, 1, 2)
+    before = two.fileno()
+    assert not two.keep()
+    if gone == "directory":
+        shutil.rmtree(directory)
+        assert not two.keep()
+        assert two.fault is not None
+        assert str(directory) in two.fault
+        directory.mkdir()
+    elif gone == "link of another place":
+        bell_path(directory, 2).unlink()
+    else:
+        bell_path(directory, 1).unlink()
+    if gone == "other file":
+        bell_path(directory, 1).write_text("")
+    one.ring(1)
+    two.drain()
+    assert two.keep()
+    assert (two.fault, two.fileno() != before) == (None, True)
+    assert not two.keep()
+    for slot in (1, 2):
+        one.ring(slot)
+        assert two.wait(FAR_AWAY_S)
+    assert stat.S_IMODE(bell_path(directory, 1).stat().st_mode) == 0o600
+    one.close()
+    two.close()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_bell_without_a_directory_rings_others_and_removes_nobody_elses(tmp_path: Path) -> None:
+    nowhere = Bell(tmp_path / "none", 0)
+    assert nowhere.fault is not None
+    nowhere.ring(1)
+    assert nowhere.wait(0) is False
+    nowhere.close()
+    mine, theirs = Bell(tmp_path, 0), Bell(tmp_path, 0)
+    mine.close()
+    other = Bell(tmp_path, 1)
+    other.ring(0)
+    assert theirs.wait(FAR_AWAY_S)
+    theirs.close()
+    other.close()
+
+
+def test_looking_after_a_bell_costs_nothing_between_two_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "_KEEP_S", 1e9)
+    bell = Bell(tmp_path, 0)
+    bell.keep()
+    bell_path(tmp_path, 0).unlink()
+    assert not any(bell.keep() for _ in range(1000))
+    bell.close()

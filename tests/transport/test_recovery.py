@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pdctl.transport.errors import DeadlineError
 from pdctl.transport.layout import B, BlockState, H, P, R
 from pdctl.transport.recovery import reap, sweep, verify
 from pdctl.transport.rows import Actor, RowState
@@ -236,3 +237,28 @@ def test_where_nothing_is_resumed_the_deads_rows_fail_with_the_cause(world: Any,
     assert [rows.state(claim.row) for claim in others] == [S.DECODING, S.QUEUED]
     world.check()
     world.run_to_end()
+
+
+@pytest.mark.parametrize("held", range(1, 5))
+def test_a_death_is_counted_once_however_often_recovery_has_to_wait(
+    world: Any, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """The lock is held by another just when the rows are to be moved."""
+    world.decoding(PROMPT, 20)
+    world.decoding([1, *PROMPT], 20)
+    dead, segment = world.decode.me, world.supervisor.segment
+    acquire, calls = segment.lock._acquire, []
+
+    def busy(deadline_s: float) -> None:
+        calls.append(1)
+        if len(calls) == held:
+            raise DeadlineError("the segment's lock: held")
+        acquire(deadline_s)
+
+    monkeypatch.setattr(segment.lock, "_acquire", busy)
+    with pytest.raises(DeadlineError):
+        reap(segment, dead.slot, dead.incarnation, "why")
+    reap(segment, dead.slot, dead.incarnation, "why")
+    assert world.mapping.words[H.DEATHS] == 1
+    assert len(world.router.rows.in_state(S.READY)) == 2
+    world.check()
