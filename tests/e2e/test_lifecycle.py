@@ -177,8 +177,13 @@ def test_ready_is_told_when_it_is_true_and_nothing_is_open_to_others(
     pids = processes(cluster)
     assert len(pids) == 5
     address = address_of(state.url)
+    following = spawn(cluster, "logs", "--follow")
+    assert following.stdout is not None and following.stdout.readline()
 
     cluster.down()
+    code, out, err = ended(following)
+    assert (code, err) == (0, f"cluster {cluster.name!r} does not run: its logs end here\n")
+    assert b"daemon stopped" in out
     assert_clean(cluster)
     assert_gone(pids)
     with pytest.raises(ConnectionRefusedError):
