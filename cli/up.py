@@ -353,10 +353,12 @@ def _attend(spec: ClusterSpec, process: subprocess.Popen[str], signals: _Signals
         PdctlError: its supervisor ended by itself, and not well.
         typer.Exit: there was a second signal.
     """
-    from pdctl.cli.logs import POLL_S, Follower
+    from pdctl.cli.logs import POLL_S, Printer
     from pdctl.core import cluster
+    from pdctl.core.log_files import Logs
 
-    follower = Follower(log_dir(spec.state_dir, spec.name))
+    written = Logs(log_dir(spec.state_dir, spec.name), from_end=True)
+    printer = Printer()
     told = False
     while process.poll() is None:
         if signals.received is not None:
@@ -369,9 +371,9 @@ def _attend(spec: ClusterSpec, process: subprocess.Popen[str], signals: _Signals
             told, signals.received = True, None
             process.send_signal(signal.SIGTERM)
             remark("taking it down; once more kills it")
-        follower.print_new()
+        printer.print(written.read())
         time.sleep(POLL_S)
-    follower.print_new()
+    printer.print(written.read())
     if process.returncode and not told:
         raise PdctlError(
             f"cluster {spec.name!r}: its supervisor ended ({exit_words(process.returncode)})",

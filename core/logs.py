@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_LOG_BYTES = 4 << 20
+# What a supervisor says first, once the name is its own; log_files.py tells runs apart by it.
+RUN_BEGINS = "the run begins"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _FORMAT = "%(asctime)s %(levelname).1s %(name)s %(message)s"
 _WRITE = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -146,6 +148,12 @@ def setup(directory: Path, role: str, *, stdout: bool = True) -> None:
         root.setLevel(given)
     elif given:
         root.warning("PDCTL_LOG_LEVEL %s: expected %s; INFO is taken", ascii(given[:40]), ", ".join(_LEVELS))
+
+
+def begin_run() -> None:
+    """Say that a cluster's run begins, whatever level is logged: without it, runs could not be told apart."""
+    log = logging.getLogger("supervisor")
+    log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, RUN_BEGINS, (), None))
 
 
 def last_error(directory: Path, role: str, start: int = 0) -> str | None:

@@ -156,6 +156,7 @@ class Supervisor:
             self._wait_for_the_one_before()
         try:
             self._lock.sign()
+            logs.begin_run()
             self._lock.forget_state()
             self._open()
             try:

@@ -1318,10 +1318,11 @@ async def test_prompts_of_one_request_wait_for_their_turn(world: World) -> None:
 @in_world()
 async def test_a_role_without_daemons_refuses(world: World) -> None:
     await world.complete(max_tokens=1)
-    world.client.readiness.absence_limit_s = 0.05
+    world.client.readiness.absence_limit_s = 600
     world.engine.decode.put(P.STATE, ParticipantState.STARTING)
     await world.complete(max_tokens=1)  # gone for a moment: worth waiting
-    await asyncio.sleep(0.06)
+    world.client.readiness.absence_limit_s = 0.001
+    await asyncio.sleep(0.002)
     for stream in (False, True):
         refused = await world.post(prompt="ab", stream=stream)
         error = check_error(refused, 503)

@@ -187,7 +187,11 @@ def test_logs_say_when_nothing_matches(cluster: Cluster) -> None:
     found = CliRunner().invoke(app, ["logs", "--grep", "abc", *place])
     assert (found.exit_code, found.stdout, found.stderr) == (0, "router | 2026-01-01 00:00:00.000Z I x abc\n", "")
     missed = CliRunner().invoke(app, ["logs", "--grep", "abd", *place])
-    assert (missed.exit_code, missed.stdout, missed.stderr) == (1, "", "no line of router has 'abd'\n")
+    assert (missed.exit_code, missed.stdout, missed.stderr) == (
+        1,
+        "",
+        "no line of router has 'abd' in this run (with --all: in any)\n",
+    )
 
 
 def test_one_process_for_both_is_listed_as_one(cluster: Cluster) -> None:

@@ -80,6 +80,12 @@ def cluster(start: Any) -> Any:
     return start("--dtype", "none", expect_up=False)
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine what ends in order takes longer than `down` waits elsewhere."""
+    monkeypatch.setattr(down_command, "_GRACE_S", float(WATCHDOG_S))
+
+
 @pytest.fixture
 def commands(cluster: Any) -> Iterator[Commands]:
     made = Commands(cluster)

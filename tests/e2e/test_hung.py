@@ -41,7 +41,7 @@ def status_of(cluster: Any) -> ClusterStatus:
     return cluster_status(cluster.state_dir, cluster.name)
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 240) -> Any:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if value := condition():
@@ -74,8 +74,8 @@ def test_a_stopped_daemons_rows_go_on_elsewhere(cluster: Any, state: RowState) -
         segment.close()
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: state_of(cluster, pid) in ("stopped", "dead", None), "being named")
-        assert [one.result(60) for one in waiting] == alone
-        assert all(len(one.result(60)["choices"][0]["token_ids"]) == 40 for one in others)
+        assert [one.result(240) for one in waiting] == alone
+        assert all(len(one.result(240)["choices"][0]["token_ids"]) == 40 for one in others)
     wait_for(
         lambda: pid not in [pid for role in (Role.PREFILL, Role.DECODE) for _, pid in cluster.slots(role)], "end"
     )
@@ -102,14 +102,14 @@ def test_a_stopped_holder_of_the_lock_is_killed(cluster: Any) -> None:
     os.kill(pid, signal.SIGSTOP)
     segment = Segment.open(cluster.state.segment_name)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while pid in [other for _, other in cluster.slots(Role.ROUTER)]:
             segment.words[H.LOCK_PID] = pid  # daemons' sections clear it
             assert time.monotonic() < deadline, "the router was not killed"
             time.sleep(0.01)
     finally:
         segment.close()
-    wait_for(lambda: cluster.get("/health/ready") == 200, "another router", 60)
+    wait_for(lambda: cluster.get("/health/ready") == 200, "another router")
     assert cluster.ids(tokens_of(9, 1), 3)
     assert "inside a section" in cluster.cli("logs", "supervisor").out
 
@@ -149,7 +149,7 @@ def test_where_failures_are_not_resumed_the_client_hears_the_cause(start: Any, t
         pid = one.kill(Role.DECODE)
         with pytest.raises(PdctlError, match=rf"decode-0 \(pid {pid}\) ended: signal SIGKILL") as error:
             list(events)
-        result = printed.result(30)
+        result = printed.result(240)
     assert "pdctl logs decode-0" in str(error.value)
     lines = one.cli("logs", "--grep", event["id"]).out.splitlines()
     assert {line.split()[0] for line in lines} == {"router", "prefill-0", "decode-0", "supervisor"}
@@ -171,7 +171,7 @@ def _a_killed_prefill_daemon_is_named(one: Any) -> None:
             answer = pool.submit(one.post, "/v1/completions", body)
             wait_for(lambda answer=answer: owner_of(segment, RowState.PREFILLING) or answer.done(), "prefill")
             pid = one.kill(Role.PREFILL)
-            status, told = answer.result(60)
+            status, told = answer.result(240)
             wait_for(lambda: one.get("/health/ready") == 200, "its successor")
             if status != 200:
                 break
