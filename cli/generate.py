@@ -78,7 +78,7 @@ def generate(
         "ignore_eos": ignore_eos,
         "timings": timings or as_json,
     }
-    for key, value in (
+    for parameter, value in (
         ("top_p", top_p),
         ("top_k", top_k),
         ("min_p", min_p),
@@ -86,7 +86,7 @@ def generate(
         ("seed", seed),
     ):
         if value is not None:
-            body[key] = value
+            body[parameter] = value
     if stop:
         body["stop"] = stop
     # Surrogates stand for bytes of the command line that are no UTF-8.

@@ -8,6 +8,7 @@ is compared with the digest are the bytes that were read. Needs torch; knows no 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
 }
 _PIECE_BYTES: Final = 8 << 20
+_LARGE_BYTES: Final = 1 << 20
 
 
 def read_weights(path: Path, dtype: torch.dtype, expected: Sequence[ModelFile] = ()) -> dict[str, Tensor]:
@@ -77,8 +79,7 @@ def _read_file(path: Path, name: str, expected: ModelFile | None) -> Iterator[tu
         for tensor, one in stored.items():
             if one.dtype not in _DTYPES:
                 raise IncompatibleError(f"{file}: {tensor} is stored as {one.dtype}; expected {', '.join(_DTYPES)}")
-            data = torch.empty(one.end - one.start, dtype=torch.uint8)
-            memory = data.numpy().data
+            data, memory = _allocate(one.end - one.start)
             for at in range(0, len(memory), _PIECE_BYTES):
                 piece = memory[at : at + _PIECE_BYTES]
                 _fill(file, stream, piece)
@@ -87,6 +88,15 @@ def _read_file(path: Path, name: str, expected: ModelFile | None) -> Iterator[tu
         found = digest.value()
         if expected is not None and found is not None:
             check_same(path, ModelFile(name=name, num_bytes=size_bytes, sha256=found), expected)
+
+
+def _allocate(num_bytes: int) -> tuple[Tensor, memoryview]:
+    """Memory for one tensor. A large one that is only converted goes back to the system, not to the heap."""
+    if num_bytes < _LARGE_BYTES:
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        return data, data.numpy().data
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
 
 
 def _read(file: Path, stream: IO[bytes], num_bytes: int) -> memoryview:
