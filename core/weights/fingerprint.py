@@ -17,21 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdctl.core.checkpoint import WEIGHTS_INDEX, exists, opened, weight_files
+from pdctl.core.checkpoint import TOKENIZER_FILES, WEIGHTS_INDEX, exists, opened, weight_files
 from pdctl.transport.errors import IncompatibleError
 
 CONFIG: Final = "config.json"
-TOKENIZER_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # Everything but the weights.
 SMALL_FILES: Final = (CONFIG, "generation_config.json", *TOKENIZER_FILES, WEIGHTS_INDEX)
 # What a tokenizer is made of beside the files above.
