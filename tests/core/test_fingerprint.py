@@ -92,7 +92,7 @@ def test_what_ends_the_reading_of_one_file_ends_all(tmp_path: Path) -> None:
     path = shard_model(tmp_path / "m")
     (path / "tokenizer.json").unlink()
     os.mkfifo(path / "tokenizer.json")
-    with pytest.raises(UsageError, match="tokenizer.json is not a regular file"):
+    with pytest.raises(UsageError, match=r"tokenizer\.json is not a regular file"):
         model_files(path)
 
 
