@@ -226,6 +226,23 @@ def copy_of_tiny(tiny_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_dir, tmp_path / "tiny"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_model_feels_nothing_of_its_files(copy_of_tiny: Path, dtype: str) -> None:
+    """Overwritten in place they would change a mapped weight; cut short, reading it would end the process."""
+    import torch
+
+    from pdctl.core.model import load
+    from pdctl.core.numerics import numerics
+
+    decoder = load(copy_of_tiny, numerics(dtype))._decoder
+    before = [parameter.clone() for parameter in decoder.parameters()]
+    file = copy_of_tiny / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    os.truncate(file, 0)
+    assert all(torch.equal(now, then) for now, then in zip(decoder.parameters(), before, strict=True))
+
+
 def test_the_specification_remembers_the_files(copy_of_tiny: Path) -> None:
     spec = spec_of(copy_of_tiny)
     assert spec.model_files
