@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
-from pdctl.core.families import FAMILIES, Family, check_attention
+from pdctl.core.families import FAMILIES, Family, check_attention, shown
 from pdctl.core.weights.end_tokens import end_token, token_id
 from pdctl.core.weights.generation import SamplingDefaults, read_generation
 from pdctl.transport.errors import IncompatibleError, PdctlError, UsageError
@@ -56,8 +56,20 @@ class ModelConfig:
 
 _SUPPORTED_NAMES: Final = ", ".join(sorted(FAMILIES))
 
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 WEIGHTS: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+_CLASS_NAME: Final = re.compile(r"\w{1,100}", re.ASCII)
 PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 _DTYPES: Final = frozenset({"bfloat16", "float16", "float32"})
@@ -69,6 +81,9 @@ _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format
 
 # Larger than any tokenizer: what is larger is something else, and is not read into memory.
 _MAX_SMALL_BYTES: Final = 256 << 20
+
+# Of layers, heads, positions: what is larger is damaged, and no product of it has to be computed.
+_MAX_NUMBER: Final = 1 << 40
 
 # One for each thing that a person can do about it.
 _HINT_INCOMPLETE: Final = "give a complete model directory, or use the embedded model: --model smollm2"
@@ -95,8 +110,8 @@ def validate(path: Path) -> ModelConfig:
         raise IncompatibleError(
             f"{path} is empty; expected config.json, tokenizer.json and safetensors", hint=_HINT_INCOMPLETE
         )
-    config = read_config(path)
-    _check_tokenizer(path)
+    config, tokenizer = _read_config(path)
+    _check_tokenizer(path, tokenizer)
     _check_weights(path, config)
     return config
 
@@ -117,6 +132,11 @@ def read_config(path: Path) -> ModelConfig:
         UsageError: a file cannot be read.
         IncompatibleError: absent, damaged, or of a model pdctl does not serve; the message says which, why.
     """
+    return _read_config(path)[0]
+
+
+def _read_config(path: Path) -> tuple[ModelConfig, Mapping[str, Any] | None]:
+    """`read_config`, and tokenizer.json, which may be large, if that had to be read for it."""
     raw = _read_config_json(path)
     file = path / "config.json"
     architecture = _check_architecture(file, raw)
@@ -138,7 +158,9 @@ def read_config(path: Path) -> ModelConfig:
 
     if (quantization := raw.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise refuse(f"quantization_config ({method})", "pdctl serves weights of bfloat16, float16 or float32 only")
+        raise refuse(
+            f"quantization_config ({shown(method)})", "pdctl serves weights of bfloat16, float16 or float32 only"
+        )
     limit = check_attention(
         family,
         raw,
@@ -156,8 +178,22 @@ def read_config(path: Path) -> ModelConfig:
         (file if generation is None else generation_file).name,
         limit.tokens,
     )
-    eos_token_ids, further_remarks = _eos_token_ids(path, raw, generation or {}, vocab_size)
-    return ModelConfig(
+    token = end_token(
+        *(
+            _read_json_object(path / name) if exists(path / name) else {}
+            for name in ("tokenizer_config.json", "special_tokens_map.json")
+        )
+    )
+    tokenizer = None
+    if token is not None and exists(path / "tokenizer.json"):
+        tokenizer = _read_json_object(path / "tokenizer.json")
+    named = _end_tokens(path, raw, generation or {})
+    if token is not None and tokenizer is not None and (found := token_id(tokenizer, token)) is not None:
+        named.append((found, f"tokenizer.json: the end token {shown(token)} has id {shown(found)}, which"))
+    # No logit stands for an id beyond the vocabulary.
+    eos_token_ids = tuple(dict.fromkeys(one for one, _ in named if 0 <= one < vocab_size))
+    dropped = {one: where for one, where in named if one not in eos_token_ids}
+    config = ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -172,8 +208,12 @@ def read_config(path: Path) -> ModelConfig:
         eos_token_ids=eos_token_ids,
         bos_token_id=_bos_token_id(file, raw),
         sampling=sampling,
-        remarks=(*remarks, *further_remarks),
+        remarks=(
+            *remarks,
+            *(f"{where} is ignored: the vocabulary has ids 0 to {vocab_size - 1}" for where in dropped.values()),
+        ),
     )
+    return config, tokenizer
 
 
 def _read_config_json(path: Path) -> dict[str, Any]:
@@ -195,12 +235,13 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 def _check_architecture(file: Path, raw: Mapping[str, Any]) -> str:
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not isinstance(first, str) or not _CLASS_NAME.fullmatch(first):
         raise IncompatibleError(
-            f"{file}: architectures is {architectures!r}; expected a list with one of {_SUPPORTED_NAMES}",
+            f"{file}: architectures is {shown(architectures)}; expected a list with one of {_SUPPORTED_NAMES}",
             hint=_HINT_CONFIG,
         )
-    architecture = architectures[0]
+    architecture = first
     if raw.get("auto_map") is not None and not _is_adopted(FAMILIES.get(architecture), raw["auto_map"]):
         raise IncompatibleError(
             f"{architecture}: {file} has auto_map, code that comes with the model (trust_remote_code); "
@@ -214,7 +255,8 @@ def _check_architecture(file: Path, raw: Mapping[str, Any]) -> str:
     expected = FAMILIES[architecture].model_type
     if raw.get("model_type", expected) != expected:
         raise IncompatibleError(
-            f"{architecture}: {file} has model_type {raw['model_type']!r}; expected {expected!r}", hint=_HINT_CONFIG
+            f"{architecture}: {file} has model_type {shown(raw['model_type'])}; expected {shown(expected)}",
+            hint=_HINT_CONFIG,
         )
     return architecture
 
@@ -236,8 +278,8 @@ def _positive(
         if default is None:
             raise IncompatibleError(f"{file}: {key} is missing; expected a positive integer", hint=_HINT_CONFIG)
         value = default
-    if not _is_int(value) or value <= 0:
-        raise IncompatibleError(f"{file}: {key} is {value!r}; expected a positive integer", hint=_HINT_CONFIG)
+    if not _is_int(value) or not 0 < value < _MAX_NUMBER:
+        raise IncompatibleError(f"{file}: {key} is {shown(value)}; expected a positive integer", hint=_HINT_CONFIG)
     return int(value)
 
 
@@ -248,60 +290,49 @@ def _dtype(file: Path, raw: Mapping[str, Any]) -> str:
     dtype = value.removeprefix("torch.") if isinstance(value, str) else value
     if dtype not in _DTYPES:
         raise IncompatibleError(
-            f"{file}: dtype is {value!r}; expected one of {', '.join(sorted(_DTYPES))}", hint=_HINT_UNSUPPORTED
+            f"{file}: dtype is {shown(value)}; expected one of {', '.join(sorted(_DTYPES))}", hint=_HINT_UNSUPPORTED
         )
     return str(dtype)
 
 
-def _eos_token_ids(
-    path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What ends an answer: the ids of generation_config.json, else of config.json, and the tokenizer's.
-
-    Returns:
-        The ids, each once, and a line about each that is not one of the vocabulary: no logit stands for it.
-    """
+def _end_tokens(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """What generation_config.json says ends an answer, else config.json, and where it says so."""
     file, value = path / "config.json", raw.get("eos_token_id")
     if generation.get("eos_token_id") is not None:
         file, value = path / "generation_config.json", generation["eos_token_id"]
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(_is_int(one) for one in ids):
         raise IncompatibleError(
-            f"{file}: eos_token_id is {value!r}; expected an integer or a list of them", hint=_HINT_CONFIG
+            f"{file}: eos_token_id is {shown(value)}; expected an integer or a list of them", hint=_HINT_CONFIG
         )
-    named = [(one, f"{file.name}: eos_token_id {_shown(one)}") for one in ids]
-    token = end_token(
-        *(
-            _read_json_object(path / name) if exists(path / name) else {}
-            for name in ("tokenizer_config.json", "special_tokens_map.json")
-        )
-    )
-    if token is not None and exists(path / "tokenizer.json"):
-        found = token_id(_read_json_object(path / "tokenizer.json"), token)
-        if found is not None:
-            named.append((found, f"tokenizer.json: the end token {token[:40]!a} has id {_shown(found)}, which"))
-    kept = tuple(dict.fromkeys(one for one, _ in named if 0 <= one < vocab_size))
-    remarks = {
-        one: f"{where} is ignored: the vocabulary has ids 0 to {vocab_size - 1}"
-        for one, where in named
-        if one not in kept
-    }
-    return kept, tuple(remarks.values())
+    return [(one, f"{file.name}: eos_token_id {shown(one)}") for one in ids]
 
 
 def _bos_token_id(file: Path, raw: Mapping[str, Any]) -> int | None:
     value = raw.get("bos_token_id")
     if value is not None and not _is_int(value):
-        raise IncompatibleError(f"{file}: bos_token_id is {value!r}; expected an integer or null", hint=_HINT_CONFIG)
+        raise IncompatibleError(
+            f"{file}: bos_token_id is {shown(value)}; expected an integer or null", hint=_HINT_CONFIG
+        )
     return value
 
 
-def _check_tokenizer(path: Path) -> None:
-    if exists(path / "tokenizer.json"):
-        _read_json_object(path / "tokenizer.json")
-    elif exists(path / "tokenizer.model"):
-        _refuse_lfs_pointer(path / "tokenizer.model", _read_bytes(path / "tokenizer.model"))
-    else:
+def _check_tokenizer(path: Path, tokenizer: Mapping[str, Any] | None) -> None:
+    """Checks the files that a tokenizer is made from.
+
+    Args:
+        tokenizer: what tokenizer.json holds; None: it was not read yet.
+    """
+    for name in TOKENIZER_FILES:
+        if not exists(path / name) or (name == "tokenizer.json" and tokenizer is not None):
+            continue
+        if name.endswith(".json"):
+            _read_json_object(path / name)
+        elif name.endswith(".model"):
+            _refuse_lfs_pointer(path / name, _read_bytes(path / name))
+        else:
+            _read_text(path / name)
+    if not exists(path / "tokenizer.json") and not exists(path / "tokenizer.model"):
         raise IncompatibleError(
             f"{path} has no tokenizer: neither tokenizer.json nor tokenizer.model", hint=_HINT_INCOMPLETE
         )
@@ -321,19 +352,22 @@ def _check_weights(path: Path, config: ModelConfig) -> None:
             # Read as numbers, quantized ones would be noise.
             if tensor.endswith(".weight") and one.dtype not in _STORED_DTYPES:
                 raise IncompatibleError(
-                    f"{path / name}: {tensor} is stored as {one.dtype}; "
+                    f"{path / name}: {_plain(tensor)} is stored as {_plain(one.dtype)}; "
                     f"expected one of {', '.join(sorted(_STORED_DTYPES))}",
                     hint=_HINT_UNSUPPORTED,
                 )
     prefix = "model." if any(tensor.startswith("model.") for tensor in shapes) else ""
-    embedding = f"{prefix}embed_tokens.weight"
-    expected = {embedding: (config.vocab_size, config.hidden_size)}
-    for layer in range(config.num_layers):
-        for projection, rows in _kv_projections(family, config).items():
-            expected[f"{prefix}layers.{layer}.self_attn.{projection}.weight"] = (rows, config.hidden_size)
-    if not tied:
-        expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for tensor, shape in expected.items():
+
+    def expected() -> Iterator[tuple[str, tuple[int, int]]]:
+        # One after the other: config.json may speak of a thousand million layers.
+        yield f"{prefix}embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        for layer in range(config.num_layers):
+            for projection, rows in _kv_projections(family, config).items():
+                yield f"{prefix}layers.{layer}.self_attn.{projection}.weight", (rows, config.hidden_size)
+        if not tied:
+            yield "lm_head.weight", (config.vocab_size, config.hidden_size)
+
+    for tensor, shape in expected():
         if tensor not in shapes:
             raise IncompatibleError(
                 f"{path}: no tensor {tensor} in the safetensors; config.json expects one of shape {shape}",
@@ -342,7 +376,7 @@ def _check_weights(path: Path, config: ModelConfig) -> None:
         file, found = shapes[tensor]
         if found != shape:
             raise IncompatibleError(
-                f"{file}: {tensor} has shape {found}; config.json expects {shape}", hint=_HINT_WEIGHTS
+                f"{file}: {tensor} has shape {shown(found)}; config.json expects {shape}", hint=_HINT_WEIGHTS
             )
 
 
@@ -398,7 +432,7 @@ def indexed_shards(path: Path) -> tuple[str, ...]:
     for shard in weight_map.values():
         if not isinstance(shard, str) or not PLAIN_NAME.fullmatch(shard):
             raise IncompatibleError(
-                f"{file}: shard {shard!r} is not a file name in the same directory",
+                f"{file}: shard {shown(shard)} is not a file name in the same directory",
                 hint="download the model again",
             )
     return tuple(sorted(set(weight_map.values())))
@@ -471,7 +505,8 @@ def parse_header(file: Path, size_bytes: int, header: bytes) -> dict[str, Stored
         is_impossible = num_bytes < 0 or any(length < 0 for length in one.shape)
         if one.start != at or is_impossible or (item_bytes and num_bytes != math.prod(one.shape) * item_bytes):
             raise IncompatibleError(
-                f"{file}: tensor {name} ({one.dtype}, shape {one.shape}) has bytes {one.start} to {one.end}; "
+                f"{file}: tensor {_plain(name)} ({_plain(one.dtype)}, shape {shown(one.shape)}) has bytes "
+                f"{_plain(str(one.start))} to {_plain(str(one.end))}; "
                 f"expected them to start at {at} and to fit the shape",
                 hint="download the file again",
             )
@@ -507,6 +542,15 @@ def _read_json_object(file: Path) -> dict[str, Any]:
             f"{file} holds a JSON {type(value).__name__}; expected an object", hint="download the file again"
         )
     return value
+
+
+def _read_text(file: Path) -> str:
+    data = _read_bytes(file)
+    _refuse_lfs_pointer(file, data)
+    try:
+        return data.decode()
+    except ValueError as error:
+        raise IncompatibleError(f"{file} is not UTF-8: {first_line(error)}", hint=_HINT_CONFIG) from error
 
 
 def _read_bytes(file: Path) -> bytes:
@@ -553,8 +597,9 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _shown(value: object) -> str:
-    return str(value)[:40]
+def _plain(text: str) -> str:
+    """A name out of a file that anybody may have written: as it is, if it fits one line of an error."""
+    return text if text.isprintable() and len(text) <= 120 else shown(text)
 
 
 def _is_int(value: object) -> bool:

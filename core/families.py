@@ -163,14 +163,16 @@ def check_attention(
     """
     for key, why in _UNREAD.items():
         if raw.get(key):
-            raise refuse(f"{key} {_short(raw[key])}", why)
+            raise refuse(f"{key} {shown(raw[key])}", why)
     if raw.get("is_causal") is False:
         raise refuse("is_causal false", _UNREAD["use_bidirectional_attention"])
     if raw.get("v_head_dim") not in (None, head_dim):
-        raise refuse(f"v_head_dim {raw['v_head_dim']!r}", f"keys and values have one size here, head_dim {head_dim}")
+        raise refuse(
+            f"v_head_dim {shown(raw['v_head_dim'])}", f"keys and values have one size here, head_dim {head_dim}"
+        )
     activation = raw.get(family.activation_key, family.activation)
     if activation != family.activation:
-        raise refuse(f"{family.activation_key} {_short(activation)}", f"only {family.activation} is verified")
+        raise refuse(f"{family.activation_key} {shown(activation)}", f"only {family.activation} is verified")
     _check_windows(family, raw, refuse, num_layers, max_position_embeddings)
     _check_softcaps(family, raw, refuse)
     return _check_ropes(family, raw, refuse, max_position_embeddings)
@@ -182,7 +184,7 @@ def _check_windows(
     window = raw.get("sliding_window", family.sliding_window)
     switch = raw.get("use_sliding_window")
     if window is not None and not _is_positive_int(window):
-        raise refuse(f"sliding_window {window!r}", "expected a positive integer or null")
+        raise refuse(f"sliding_window {shown(window)}", "expected a positive integer or null")
     is_felt = window is not None and window < max_position_embeddings
     if family.has_window_switch:
         window = window if switch else None
@@ -200,15 +202,16 @@ def _check_windows(
             raise refuse("sliding_window null", "some of its layers are sliding by default")
         return
     if not isinstance(types, list) or len(types) != num_layers:
-        raise refuse(f"layer_types {_short(types)}", f"expected a list with one type for each of {num_layers} layers")
+        raise refuse(f"layer_types {shown(types)}", f"expected a list with one type for each of {num_layers} layers")
     for kind in types:
         if not isinstance(kind, str) or kind not in _WINDOW_TYPES:
-            raise refuse(f"layer_types {_short(kind)}", f"only {' and '.join(sorted(_WINDOW_TYPES))} are verified")
+            raise refuse(f"layer_types {shown(kind)}", f"only {' and '.join(sorted(_WINDOW_TYPES))} are verified")
         if kind == "sliding_attention" and (window is None or family.window_of == "no"):
-            raise refuse(f"layer_types {kind!r}", "no sliding window is in force")
+            raise refuse(f"layer_types {shown(kind)}", "no sliding window is in force")
         if kind == "full_attention" and family.window_of == "all" and window is not None:
             raise refuse(
-                f"layer_types {kind!r} and sliding_window {window}", "this architecture slides in all layers or none"
+                f"layer_types {shown(kind)} and sliding_window {window}",
+                "this architecture slides in all layers or none",
             )
 
 
@@ -218,14 +221,14 @@ def _check_softcaps(family: Family, raw: Mapping[str, Any], refuse: Refuse) -> N
         if value is None:
             continue
         if key not in family.softcaps:
-            raise refuse(f"{key} {value!r}", "this architecture does not soft-cap these logits")
+            raise refuse(f"{key} {shown(value)}", "this architecture does not soft-cap these logits")
         if not _is_positive_number(value):
-            raise refuse(f"{key} {value!r}", "expected a positive number or null")
+            raise refuse(f"{key} {shown(value)}", "expected a positive number or null")
     scalar = raw.get("query_pre_attn_scalar")
     if scalar is not None and not family.is_scaled:
-        raise refuse(f"query_pre_attn_scalar {scalar!r}", "this architecture scales by head_dim alone")
+        raise refuse(f"query_pre_attn_scalar {shown(scalar)}", "this architecture scales by head_dim alone")
     if scalar is not None and not _is_positive_number(scalar):
-        raise refuse(f"query_pre_attn_scalar {scalar!r}", "expected a positive number")
+        raise refuse(f"query_pre_attn_scalar {shown(scalar)}", "expected a positive number")
 
 
 def _check_ropes(
@@ -234,13 +237,13 @@ def _check_ropes(
     limit = ContextLimit(tokens=max_position_embeddings, rope_type=None)
     if not family.has_partial_rope and raw.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise refuse(
-            f"partial_rotary_factor {raw['partial_rotary_factor']!r}", "this architecture turns whole heads only"
+            f"partial_rotary_factor {shown(raw['partial_rotary_factor'])}", "this architecture turns whole heads only"
         )
     for key, rope in _ropes(family, raw, refuse):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if not isinstance(kind, str) or kind not in family.rope_types:
             raise refuse(
-                f"{key} of type {kind!r}", f"not verified; supported: {', '.join(sorted(family.rope_types))}"
+                f"{key} of type {shown(kind)}", f"not verified; supported: {', '.join(sorted(family.rope_types))}"
             )
         if not family.has_partial_rope and rope.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise refuse(f"{key} with partial_rotary_factor", "this architecture turns whole heads only")
@@ -250,7 +253,7 @@ def _check_ropes(
         if kind == "longrope":
             tokens = _original_context(family, raw, rope, max_position_embeddings)
         if not _is_positive_int(tokens):
-            raise refuse(f"original_max_position_embeddings {tokens!r}", "expected a positive integer")
+            raise refuse(f"original_max_position_embeddings {shown(tokens)}", "expected a positive integer")
         if limit.rope_type is None or tokens < limit.tokens:
             limit = ContextLimit(tokens=min(tokens, max_position_embeddings), rope_type=kind)
     return limit
@@ -264,7 +267,7 @@ def _ropes(family: Family, raw: Mapping[str, Any], refuse: Refuse) -> list[tuple
         if rope is None:
             continue
         if not isinstance(rope, dict):
-            raise refuse(f"{key} {rope!r}", "expected an object")
+            raise refuse(f"{key} {shown(rope)}", "expected an object")
         is_nested = any(isinstance(value, dict) for value in rope.values())
         if is_nested and (key == "rope_scaling" or not family.has_two_ropes):
             raise refuse(f"{key} with an object for each layer type", "this architecture has one rope for all layers")
@@ -273,7 +276,7 @@ def _ropes(family: Family, raw: Mapping[str, Any], refuse: Refuse) -> list[tuple
             continue
         for layer_type, of_type in rope.items():
             if layer_type not in _WINDOW_TYPES or not isinstance(of_type, dict | None):
-                raise refuse(f"{key} with {layer_type!r}", "expected one object for each layer type")
+                raise refuse(f"{key} with {shown(layer_type)}", "expected one object for each layer type")
             found.append((f"{key}.{layer_type}", of_type or {}))
     return found
 
@@ -288,7 +291,8 @@ def _original_context(
     return rope.get(key, max_position_embeddings)
 
 
-def _short(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of a file that anybody may have written, for one line of an error."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -16,10 +16,15 @@ import fcntl
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pdctl.transport.errors import PdctlError, UsageError
+
+# Longer than the conversion of a model, during which nothing grows on disk.
+_STALL_S = 300.0
+_POLL_S = 0.2
 
 
 def cache_dir() -> Path:
@@ -71,7 +76,11 @@ def name_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
     """Holds the lock of the model `path`; a killed holder's is released by the kernel.
 
     Args:
-        on_wait: called once if another process holds it, which is then waited for; None raises PdctlError.
+        on_wait: called once if another process holds it, which is then waited for while what it makes grows; None
+            raises PdctlError.
+
+    Raises:
+        PdctlError: another process holds it, and gets no further (it is stopped, or what it waits for hangs).
     """
     fd = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -83,10 +92,29 @@ def name_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
                     f"model {path.name} is being pulled by another process", hint="wait for it to end"
                 ) from error
             on_wait()
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _wait_while_it_grows(fd, path)
         yield
     finally:
         os.close(fd)
+
+
+def _wait_while_it_grows(fd: int, path: Path) -> None:
+    known, deadline = -1, 0.0
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            found = sum(map(tree_bytes, temporaries(path)))
+            if found != known:
+                known, deadline = found, time.monotonic() + _STALL_S
+            if time.monotonic() > deadline:
+                lock = path.parent / f".{path.name}.lock"
+                raise PdctlError(
+                    f"model {path.name} is being pulled by another process, which made nothing for {_STALL_S:g} s",
+                    hint=f"fuser -v {lock} shows which; end it, then try again",
+                ) from None
+        time.sleep(_POLL_S)
 
 
 def tree_bytes(path: Path) -> int:

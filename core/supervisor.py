@@ -90,6 +90,7 @@ _TERM_GRACE_S = 5.0
 _KILL_GRACE_S = 10.0
 # For one process among others that go on: a chunk or step may be long, and nobody is in a hurry.
 _LEAVE_GRACE_S = 15.0
+_MAX_MESSAGE_BYTES = 1 << 16
 # Of what a process says about its end: state.json holds it.
 _MAX_WORDS = 1000
 # For a router to start: so long its clients may wait in the listener's queue.
@@ -456,7 +457,7 @@ class Supervisor:
     def _hear_zygote(self, wire: socket.socket) -> None:
         while True:
             try:
-                message = wire.recv(4096)
+                message = wire.recv(_MAX_MESSAGE_BYTES)
             except BlockingIOError:
                 return
             except OSError:

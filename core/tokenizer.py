@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pdctl.core.checkpoint import first_line
 from pdctl.core.detokenizer import IncrementalDetokenizer, byte_token_ids
 from pdctl.transport.errors import IncompatibleError
 
@@ -44,7 +45,7 @@ class Tokenizer:
         try:
             inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise IncompatibleError(f"tokenizer of {path}: {reason}", hint="pdctl up with another --model") from error
         return cls(inner)
 

@@ -27,6 +27,8 @@ from pdctl.transport.errors import PdctlError
 from pdctl.transport.names import log_dir
 
 _ADOPTION_DEADLINE_S = 5.0
+# Of an error that the supervisor is told, whose ear takes 64 KiB: a library may name a whole configuration.
+_MAX_WORDS = 2000
 
 
 def main() -> None:
@@ -47,7 +49,7 @@ def main() -> None:
         said = f"{type(error).__name__}: {error}"
         if isinstance(error, PdctlError):
             said = error.message if error.hint is None else f"{error.message} ({error.hint})"
-        _say(wire, error=said.splitlines()[0])
+        _say(wire, error=said.splitlines()[0][:_MAX_WORDS])
         sys.exit(1)
 
 

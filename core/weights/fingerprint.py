@@ -10,28 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdctl.core.checkpoint import WEIGHTS_INDEX, exists, opened, weight_files
-from pdctl.transport.errors import IncompatibleError
+from pdctl.core.checkpoint import TOKENIZER_FILES, WEIGHTS_INDEX, exists, opened, weight_files
+from pdctl.transport.errors import IncompatibleError, PdctlError
 
 CONFIG: Final = "config.json"
-TOKENIZER_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # Everything but the weights.
 SMALL_FILES: Final = (CONFIG, "generation_config.json", *TOKENIZER_FILES, WEIGHTS_INDEX)
 # What a tokenizer is made of beside the files above.
@@ -41,6 +31,7 @@ _PIECE_BYTES: Final = 4 << 20
 # Of a pass that takes longer people are told.
 _SILENT_S: Final = 1.0
 _REPORT_S: Final = 0.2
+_STALL_S: Final = 60.0
 
 
 class ChangedFileError(IncompatibleError):
@@ -65,18 +56,48 @@ def model_files(path: Path, progress: Callable[[str, int, int], None] | None = N
     Raises:
         UsageError: a file cannot be read.
         IncompatibleError: a weight file is absent.
+        PdctlError: the file system gives nothing any more.
     """
     small = [name for name in (CONFIG, "generation_config.json", WEIGHTS_INDEX) if exists(path / name)]
     names = sorted({*small, *_tokenizer_names(path), *weight_files(path)})
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        read = _Count()
-        futures = [pool.submit(_read, path, name, read) for name in names]
-        total = sum((path / name).stat().st_size for name in names if exists(path / name))
-        began = time.monotonic()
-        while wait(futures, timeout=_REPORT_S).not_done:
-            if progress is not None and time.monotonic() - began > _SILENT_S:
-                progress("check", min(read.num_bytes, total), total)
-        return tuple(future.result() for future in futures)
+    total = sum((path / name).stat().st_size for name in names if exists(path / name))
+    read = _Count()
+    digests = _read_beside(path, names, read)
+    began = moved_at = time.monotonic()
+    seen = -1
+    while True:
+        done, waiting = wait(digests, timeout=_REPORT_S, return_when=FIRST_EXCEPTION)
+        for one in done:
+            one.result()  # raises what ended it
+        if not waiting:
+            return tuple(one.result() for one in digests)
+        now = time.monotonic()
+        if read.num_bytes != seen:
+            seen, moved_at = read.num_bytes, now
+        if now - moved_at > _STALL_S:
+            raise PdctlError(
+                f"{path}: reading the model got no further for {_STALL_S:g} s, after {seen} of {total} bytes",
+                hint=f"see whether its file system answers: ls -l {path}",
+            )
+        if progress is not None and now - began > _SILENT_S:
+            progress("check", min(seen, total), total)
+
+
+def _read_beside(path: Path, names: Sequence[str], read: _Count) -> list[Future[ModelFile]]:
+    """Reads files in threads that nobody has to wait for, should the file system hang."""
+    digests = [Future[ModelFile]() for _ in names]
+    jobs = iter(zip(names, digests, strict=True))
+
+    def work() -> None:
+        for name, digest in jobs:
+            try:
+                digest.set_result(_read(path, name, read))
+            except Exception as error:
+                digest.set_exception(error)
+
+    for _ in range(min(len(names), len(os.sched_getaffinity(0)))):
+        threading.Thread(target=work, name="digest", daemon=True).start()
+    return digests
 
 
 def fingerprint(files: Iterable[ModelFile]) -> int:
@@ -85,6 +106,11 @@ def fingerprint(files: Iterable[ModelFile]) -> int:
     for file in files:
         digest.update(f"{file.name}:{file.num_bytes}:{file.sha256}\n".encode())
     return int.from_bytes(digest.digest()[:8], "little")
+
+
+def is_weights(name: str) -> bool:
+    """Whether one of the files that `model_files` gives holds tensors."""
+    return name not in SMALL_FILES and not _is_of_tokenizer(name)
 
 
 def check_config(path: Path, expected: Sequence[ModelFile]) -> None:

@@ -8,6 +8,7 @@ is compared with the digest are the bytes that were read. Needs torch; knows no 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,8 @@ from typing import IO, Final
 import torch
 from torch import Tensor
 
-from pdctl.core.checkpoint import opened, parse_header, read_tensors, weight_files
-from pdctl.core.weights.fingerprint import ModelFile, changed, check_same, expected_of
+from pdctl.core.checkpoint import StoredTensor, opened, parse_header, read_tensors, weight_files
+from pdctl.core.weights.fingerprint import ModelFile, changed, check_same, expected_of, is_weights
 from pdctl.transport.errors import IncompatibleError
 
 _DTYPES: Final = {
@@ -35,6 +36,7 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
 }
 _PIECE_BYTES: Final = 8 << 20
+_LARGE_BYTES: Final = 1 << 20
 
 
 def read_weights(path: Path, dtype: torch.dtype, expected: Sequence[ModelFile] = ()) -> dict[str, Tensor]:
@@ -48,7 +50,7 @@ def read_weights(path: Path, dtype: torch.dtype, expected: Sequence[ModelFile] =
         IncompatibleError: a file is damaged.
         ChangedFileError: it is not the expected one.
     """
-    names = sorted(file.name for file in expected if file.name.endswith(".safetensors")) or weight_files(path)
+    names = [file.name for file in expected if is_weights(file.name)] or weight_files(path)
     tensors: dict[str, Tensor] = {}
     for name in names:
         for tensor, value in _read_file(path, name, expected_of(path, expected, name)):
@@ -62,14 +64,8 @@ def _read_file(path: Path, name: str, expected: ModelFile | None) -> Iterator[tu
         size_bytes = os.fstat(stream.fileno()).st_size
         if expected is not None and size_bytes != expected.num_bytes:
             raise changed(file, f"found {size_bytes} bytes; then {expected.num_bytes}")
-        prefix = _read(file, stream, 8)
-        if (length := int.from_bytes(prefix, "little")) > size_bytes - 8:
-            read_tensors(file)  # it says what is wrong
-        header = _read(file, stream, length)
-        for part in (prefix, header):
-            digest.add(part)
         try:
-            stored = parse_header(file, size_bytes, bytes(header))
+            stored = _read_header(file, stream, size_bytes, digest)
         except IncompatibleError as error:
             if expected is None:
                 raise
@@ -77,8 +73,7 @@ def _read_file(path: Path, name: str, expected: ModelFile | None) -> Iterator[tu
         for tensor, one in stored.items():
             if one.dtype not in _DTYPES:
                 raise IncompatibleError(f"{file}: {tensor} is stored as {one.dtype}; expected {', '.join(_DTYPES)}")
-            data = torch.empty(one.end - one.start, dtype=torch.uint8)
-            memory = data.numpy().data
+            data, memory = _allocate(one.end - one.start)
             for at in range(0, len(memory), _PIECE_BYTES):
                 piece = memory[at : at + _PIECE_BYTES]
                 _fill(file, stream, piece)
@@ -87,6 +82,26 @@ def _read_file(path: Path, name: str, expected: ModelFile | None) -> Iterator[tu
         found = digest.value()
         if expected is not None and found is not None:
             check_same(path, ModelFile(name=name, num_bytes=size_bytes, sha256=found), expected)
+
+
+def _read_header(file: Path, stream: IO[bytes], size_bytes: int, digest: _Digest) -> dict[str, StoredTensor]:
+    prefix = _read(file, stream, min(8, size_bytes))
+    if (length := int.from_bytes(prefix, "little")) > size_bytes - 8:
+        read_tensors(file)  # says what is wrong
+        raise IncompatibleError(f"{file} is being written", hint="try again when it is whole")
+    header = _read(file, stream, length)
+    for part in (prefix, header):
+        digest.add(part)
+    return parse_header(file, size_bytes, bytes(header))
+
+
+def _allocate(num_bytes: int) -> tuple[Tensor, memoryview]:
+    """Memory for one tensor. A large one that is only converted goes back to the system, not to the heap."""
+    if num_bytes < _LARGE_BYTES:
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        return data, data.numpy().data
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
 
 
 def _read(file: Path, stream: IO[bytes], num_bytes: int) -> memoryview:

@@ -403,6 +403,54 @@ def test_damaged_json(name: str, content: bytes, words: list[str], tmp_path: Pat
     assert (error.hint == "git lfs pull") == (content == LFS_POINTER)
 
 
+@pytest.mark.parametrize("name", ["merges.txt", "chat_template.jinja", "special_tokens_map.json", "vocab.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", LFS_POINTER])
+def test_damaged_parts_of_a_tokenizer(name: str, content: bytes, tmp_path: Path) -> None:
+    """A pointer instead of a template would be every chat's prompt."""
+    path = make_model(tmp_path / "m")
+    (path / name).write_bytes(content)
+    refused(path, path / name, "git-lfs pointer" if content == LFS_POINTER else "is not")
+
+
+NASTY = "x\x1b[31m\n" + "y" * 100_000
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"architectures": [NASTY]},
+        {"architectures": NASTY},
+        {"model_type": NASTY},
+        {"dtype": NASTY},
+        {"hidden_size": NASTY},
+        {"hidden_size": 10**4000},
+        {"eos_token_id": NASTY},
+        {"bos_token_id": NASTY},
+        {"quantization_config": {"quant_method": NASTY}},
+        {"rope_scaling": NASTY},
+        {"rope_scaling": {"type": NASTY}},
+        {"rope_parameters": {NASTY: {}}},
+        {"sliding_window": NASTY},
+        {"layer_types": [NASTY, NASTY]},
+        {"final_logit_softcapping": NASTY},
+        {"query_pre_attn_scalar": NASTY},
+        {"partial_rotary_factor": NASTY},
+        {"v_head_dim": NASTY},
+        {"use_bidirectional_attention": NASTY},
+    ],
+)
+def test_values_of_any_content_are_told_in_one_plain_line(keys: dict[str, Any], tmp_path: Path) -> None:
+    """A terminal must not be steered, nor flooded, by a file that somebody downloaded."""
+    message = refused(make_model(tmp_path / "m", **keys)).message
+    assert message.isprintable()
+    assert len(message.removeprefix(str(tmp_path))) < 500
+
+
+def test_a_thousand_million_layers(tmp_path: Path) -> None:
+    """Refused for the first that is not there, without a list of all."""
+    refused(make_model(tmp_path / "m", num_hidden_layers=10**9), "model.layers.2.self_attn.k_proj.weight")
+
+
 # ---- The directory ----------------------------------------------------------------------------------
 
 
@@ -567,6 +615,10 @@ def header_of(text: bytes, data: bytes = b"") -> bytes:
             header_of(b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', b"1234"),
             ["tensor a", "(-1, -1)"],
         ),
+        (
+            header_of(json.dumps({NASTY: {"dtype": NASTY, "shape": [1], "data_offsets": [1, 2]}}).encode()),
+            ["start at 0"],
+        ),
         (safetensors(SHAPES) + b"x", ["too long"]),
         (safetensors(SHAPES)[:-1], ["cut short"]),
     ],
@@ -574,6 +626,7 @@ def header_of(text: bytes, data: bytes = b"") -> bytes:
 def test_damaged_weights(content: bytes, words: list[str], tmp_path: Path) -> None:
     path = make_model(tmp_path / "m", weights=content)
     error = refused(path, path / "model.safetensors", *words)
+    assert error.message.isprintable()
     assert (error.hint == "git lfs pull") == (content == LFS_POINTER)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pdctl.core import config
 from pdctl.core.config import ClusterSpec, default_threads, rows_for
+from pdctl.core.weights.fingerprint import ModelFile
+from pdctl.core.weights.generation import SamplingDefaults
 from pdctl.transport.errors import IncompatibleError, UsageError
 
 
@@ -76,3 +79,30 @@ def test_a_record_is_read_as_it_was_written() -> None:
         ClusterSpec.from_json(made.to_json().replace('"colocated": true', '"colocated": 1'))
     with pytest.raises(UsageError, match="--max-queue -1"):
         spec(max_queue=-1)
+
+
+def test_records_inside_the_record_survive_being_written_down() -> None:
+    sampling = SamplingDefaults(temperature=0.6, top_k=20, max_tokens=7)
+    made = spec(sampling=sampling, model_files=(ModelFile(name="config.json", num_bytes=3, sha256="ab"),))
+    assert ClusterSpec.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("sampling", {"temperature": "hot"}, "temperature: expected float, found str"),
+        ("sampling", {"temperature": True}, "temperature: expected float, found bool"),
+        ("sampling", {"max_tokens": 1.5}, "max_tokens: expected int | None, found float"),
+        ("sampling", {"beams": 4}, "beams: expected None, found int"),
+        ("sampling", [], "sampling: expected SamplingDefaults, found list"),
+        ("model_files", [3], "model_files: expected ModelFile, found int"),
+        ("model_files", {}, "model_files: expected tuple[ModelFile, ...], found dict"),
+        ("model_files", [{"name": "a", "num_bytes": "3"}], "num_bytes: expected int, found str"),
+        ("model_files", [{"name": "a"}], "missing"),
+    ],
+)
+def test_a_record_inside_with_a_wrong_value_is_refused(field: str, value: object, words: str) -> None:
+    values = {**json.loads(spec().to_json()), field: value}
+    with pytest.raises(IncompatibleError) as caught:
+        ClusterSpec.from_json(json.dumps(values))
+    assert words in caught.value.message

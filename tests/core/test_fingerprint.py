@@ -15,7 +15,7 @@ from pdctl.core.config import ClusterSpec
 from pdctl.core.served_model import load_model, load_tokenizer
 from pdctl.core.weights.fingerprint import ChangedFileError, check_config, check_tokenizer, fingerprint, model_files
 from pdctl.core.weights.private_copy import read_weights
-from pdctl.transport.errors import IncompatibleError, UsageError
+from pdctl.transport.errors import IncompatibleError, PdctlError, UsageError
 
 SMALL = ("config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -77,6 +77,25 @@ def test_a_long_reading_says_what_it_does(tmp_path: Path, monkeypatch: pytest.Mo
     assert reports[0] == ("check", 0, size_bytes)
 
 
+def test_a_file_system_that_hangs_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdctl.core.weights import fingerprint as module
+
+    path, answers = make_model(tmp_path / "m"), threading.Event()
+    monkeypatch.setattr(module, "_read", lambda *arguments: answers.wait())
+    monkeypatch.setattr(module, "_STALL_S", 0.1)
+    with pytest.raises(PdctlError, match=r"m: reading the model got no further for 0\.1 s, after 0 of \d+ bytes"):
+        model_files(path)
+    answers.set()
+
+
+def test_what_ends_the_reading_of_one_file_ends_all(tmp_path: Path) -> None:
+    path = shard_model(tmp_path / "m")
+    (path / "tokenizer.json").unlink()
+    os.mkfifo(path / "tokenizer.json")
+    with pytest.raises(UsageError, match=r"tokenizer\.json is not a regular file"):
+        model_files(path)
+
+
 # ---- The copy ---------------------------------------------------------------------------------------
 
 
@@ -127,6 +146,7 @@ def spoil_header(file: Path) -> None:
     [
         (spoil_in_place, ["sha256"]),
         (spoil_header, ["its header is another"]),
+        (lambda file: file.write_bytes(b"\xff" * file.stat().st_size), ["its header is another"]),
         (lambda file: file.write_bytes(file.read_bytes() + b"x"), ["bytes; then"]),
         (lambda file: os.truncate(file, 7), ["found 7 bytes; then"]),
         (lambda file: os.truncate(file, 0), ["found 0 bytes; then"]),
@@ -157,6 +177,16 @@ def test_weights_that_are_gone_or_of_another_layout(tmp_path: Path) -> None:
     (path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(UsageError, match=r"model-00001-of-00002\.safetensors: No such file"):
         read_weights(path, torch.bfloat16, files)
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 100, safetensors(SHAPES)[:-1]])
+def test_damaged_weights_are_no_trap_even_unchecked(content: bytes, tmp_path: Path) -> None:
+    """`pdctl bench engine` compares nothing: the reader itself must not allocate what a length announces."""
+    import torch
+
+    path = make_model(tmp_path / "m", weights=content)
+    with pytest.raises(IncompatibleError, match=r"model\.safetensors: "):
+        read_weights(path, torch.bfloat16)
 
 
 def test_unknown_storage_is_refused(tmp_path: Path) -> None:
@@ -194,6 +224,23 @@ def copy_of_tiny(tiny_dir: Path, tmp_path: Path) -> Path:
     import shutil
 
     return Path(shutil.copytree(tiny_dir, tmp_path / "tiny"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_model_feels_nothing_of_its_files(copy_of_tiny: Path, dtype: str) -> None:
+    """Overwritten in place they would change a mapped weight; cut short, reading it would end the process."""
+    import torch
+
+    from pdctl.core.model import load
+    from pdctl.core.numerics import numerics
+
+    decoder = load(copy_of_tiny, numerics(dtype))._decoder
+    before = [parameter.clone() for parameter in decoder.parameters()]
+    file = copy_of_tiny / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    os.truncate(file, 0)
+    assert all(torch.equal(now, then) for now, then in zip(decoder.parameters(), before, strict=True))
 
 
 def test_the_specification_remembers_the_files(copy_of_tiny: Path) -> None:
