@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdctl.core.router import Server, forbid_torch
+from pdctl.core.router import Server, forbid_torch, return_freed_memory
 
+return_freed_memory()
 forbid_torch()
 
 import uvicorn  # noqa: E402
@@ -81,6 +82,7 @@ def play_daemons(name: Any, run_dir: Path, parent: int) -> None:
     engine.burst = 4
     engine.reply = lambda prompt: ids_of("a") if len(prompt) > 2 else [*ids_of("a"), EOS]
     engine.become_ready()
+    engine.segment.attach(Role.SUPERVISOR)  # here: nobody sees its own guard byte as held
 
     async def run() -> None:
         while True:
@@ -92,7 +94,6 @@ def play_daemons(name: Any, run_dir: Path, parent: int) -> None:
 
 async def serve(segment: Segment, run_dir: Path) -> None:
     me = segment.attach(Role.ROUTER)
-    segment.attach(Role.SUPERVISOR)
     bell = Bell(run_dir, me.slot)
     client = RowClient(segment, me, bell, local_prefill_tokens=4, max_batch=300, max_queue=1000)
     config = ServerConfig(model_name=MODEL, vocab_size=259, eos_token_ids=(EOS,))
