@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import gc
 import logging
 import os
 import resource
@@ -29,6 +28,7 @@ import uvicorn
 from pdctl.core import logs, process
 from pdctl.core.config import ClusterSpec
 from pdctl.core.requests import RowClient
+from pdctl.core.server.collector import Collector
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError, UsageError
 from pdctl.transport.layout import P
@@ -133,8 +133,7 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
 
     def on_serving() -> None:
         client.start()
-        gc.collect()
-        gc.freeze()
+        Collector(lambda: client.num_live + client.num_waiting).start()
         me.put(P.READY_NS, time.monotonic_ns())
         me.put(P.STATE, ParticipantState.READY)
         log.info("serving %s on port %d", spec.model_name, listener.getsockname()[1])

@@ -9,7 +9,6 @@ GET /probe tells the longest callback since the last such call, in CPU time of i
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import secrets
@@ -34,6 +33,7 @@ from pdctl.core.api_errors import json_response  # noqa: E402
 from pdctl.core.connection import MAX_HEAD_BYTES, Connection  # noqa: E402
 from pdctl.core.process import die_with_parent  # noqa: E402
 from pdctl.core.requests import RowClient  # noqa: E402
+from pdctl.core.server.collector import Collector  # noqa: E402
 from pdctl.core.tokenizer import Tokenizer  # noqa: E402
 from pdctl.transport.doorbell import Bell  # noqa: E402
 from pdctl.transport.layout import DType, Geometry  # noqa: E402
@@ -111,8 +111,7 @@ async def serve(segment: Segment, run_dir: Path) -> None:
 
     def on_serving() -> None:
         client.start()
-        gc.collect()
-        gc.freeze()
+        Collector(lambda: client.num_live + client.num_waiting).start()
         where = {"port": listener.getsockname()[1], "segment": str(segment.mapping.path)}
         print(json.dumps(where), flush=True)
 

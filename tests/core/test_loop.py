@@ -203,6 +203,20 @@ def test_looking_at_many_rows_is_quick(router: Router) -> None:
     router.check()
 
 
+def test_many_clients_at_once_are_no_more_than_each_alone(router: Router) -> None:
+    """A collection of the garbage of 900 requests under way would take longer than anything else."""
+    router.probe()
+    body = chat("hi", max_tokens=4, logprobs=True, top_logprobs=5, stream=True)
+    clients = [router.begin(CHATS, body) for _ in range(900)]
+    for client in clients:
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data = data[-5:] + (part := client.recv(1 << 16))
+            assert part
+        client.close()
+    router.check()
+
+
 def test_a_reader_who_was_away_is_served_in_turns(router: Router) -> None:
     """Thousands of tokens wait, more than the sockets hold: they are not made text of in one go."""
     router.probe()
