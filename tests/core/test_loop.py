@@ -60,9 +60,12 @@ class Router:
     def begin(self, path: str, body: object) -> socket.socket:
         """Send a request and read nothing of its answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self._port), timeout=WATCHDOG_S)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return self.say(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    def say(self, data: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self._port), timeout=WATCHDOG_S)
+        connection.sendall(data)
         return connection
 
     def probe(self) -> dict[str, Any]:
@@ -188,6 +191,16 @@ def test_no_callback_is_long(router: Router, name: str) -> None:
     router.probe()
     found, answer = router.ask(path, body)
     assert found == status, answer[:300]
+    router.check()
+
+
+def test_a_body_in_tiny_chunks_is_parsed_in_turns(router: Router) -> None:
+    """Six bytes on the line for one of the body."""
+    router.probe()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt":"ab","max_tokens":1' + b" " * 200_000 + b"}")
+    with router.say(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n") as connection:
+        assert connection.recv(12) == b"HTTP/1.1 200"
     router.check()
 
 
