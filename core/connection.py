@@ -24,6 +24,8 @@ from pdctl.core.api_errors import encode, error_body
 
 MAX_HEAD_BYTES = 32 << 10
 HEAD_TIMEOUT_S = 30.0
+# Read and parsed in one go: of chunks of one byte, six of these are one to the parser.
+READ_BYTES = 16 << 10
 KEEP_ALIVE_S = 75
 # Longer than any request may take: whoever pauses a stream gets the rest of it.
 UNREAD_TIMEOUT_S = 660
@@ -53,6 +55,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's, unless it has another name some day
         if len(self.connections) > self.limit:
             message = f"{self.limit} connections are open, as many as there may be"
             self._refuse(503, message, "too_many_connections", {"Retry-After": "1"})

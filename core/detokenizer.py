@@ -84,8 +84,11 @@ class IncrementalDetokenizer:
         for kept in range(_KEPT_TOKENS, min(2 * _KEPT_TOKENS, len(self._window))):
             window = self._window[-kept:]
             tail = self._decode(window)
-            # A first character that is whole starts a character in the longer text as well.
-            if len(tail) > held and tail[0] != REPLACEMENT and text.endswith(tail):
+            if len(tail) <= held or not text.endswith(tail):
+                continue
+            # A first character that is whole starts a character in the longer text as well. Half a one does if what
+            # is before it decodes as it did with it: nothing there waits for more bytes, be that text all rubbish.
+            if tail[0] != REPLACEMENT or self._decode(self._window[:-kept]) + tail == text:
                 self._window = window
                 self._emitted = len(tail) - held
                 self._shorten_at = _LONGEST_WINDOW

@@ -49,6 +49,8 @@ SCAN_INTERVAL_S = 1.0
 LOCK_PATIENCE_S = 0.001
 # ... and again after this.
 LOCK_PAUSE_S = 0.005
+# A prompt that takes milliseconds to look up.
+_MANY_TOKENS = 16 << 10
 # Tokens that a choice makes text of at a time; more wait for the next turn.
 _TOKENS_AT_A_TIME = 32
 _TERMINAL = frozenset(map(int, TERMINAL))
@@ -336,17 +338,17 @@ class RowClient:
     def _starts_at_once(self, tokens: Sequence[int]) -> bool:
         """Whether every daemon that it needs is free for it, and nobody else is on the way to that daemon."""
         states = self._rows.states()
-        if self._num_waiting or int(RowState.FREE) not in states:
+        if states.count(int(RowState.FREE)) <= (waiting := self._num_waiting):
             return False
         queued, prefilling, ready = (
             states.count(int(state)) for state in (RowState.QUEUED, RowState.PREFILLING, RowState.READY)
         )
         # Whatever is prefilled needs a place in decode afterwards.
-        if queued + prefilling + ready >= self._free_places(Role.DECODE, self._max_batch):
+        if waiting + queued + prefilling + ready >= self._free_places(Role.DECODE, self._max_batch):
             return False
         if len(tokens) - 1 - self._rows.num_cached(tokens) <= self._local_prefill_tokens:
             return True
-        return queued < self._free_places(Role.PREFILL, 1)
+        return waiting + queued < self._free_places(Role.PREFILL, 1)
 
     def _free_places(self, role: Role, places: int) -> int:
         """Rows that daemons of a role could take now, of `places` each."""
@@ -369,8 +371,6 @@ class RowClient:
         try:
             async with asyncio.timeout_at(request.deadline_ns / 1e9), self._turn:
                 while True:
-                    if self._closing:
-                        raise ShuttingDownError
                     self._freed.clear()
                     claim = await self._put_into_row(request)
                     if claim is not None:
@@ -391,7 +391,12 @@ class RowClient:
     async def _put_into_row(self, request: RowRequest) -> Claim | None:
         """None: no row is free. Nothing is awaited after the row is taken."""
         give_up_at = time.monotonic() + self.segment.lock.deadline_s
+        cached = self._rows.num_cached(request.tokens)
+        if len(request.tokens) > _MANY_TOKENS:
+            await asyncio.sleep(0)  # that was a long turn already
         while True:
+            if self._closing:
+                raise ShuttingDownError
             try:
                 with self._patience():
                     return self._rows.submit(
@@ -402,6 +407,7 @@ class RowClient:
                         params=request.params,
                         local_prefill_tokens=self._local_prefill_tokens,
                         deadline_ns=request.deadline_ns,
+                        cached_tokens=cached,
                     )
             except DeadlineError:
                 if time.monotonic() >= give_up_at:

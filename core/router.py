@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
+import ctypes
 import logging
 import os
 import resource
@@ -28,6 +28,7 @@ import uvicorn
 from pdctl.core import inheritance, logs, process
 from pdctl.core.config import ClusterSpec
 from pdctl.core.requests import RowClient
+from pdctl.core.server.collector import Collector
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError
 from pdctl.transport.layout import P
@@ -39,6 +40,8 @@ log = logging.getLogger("pdctl.core.router")  # run as __main__
 # After SIGTERM: for responses to go out, and then for daemons to let go of cancelled rows.
 _CONNECTION_GRACE_S = 2
 _ROW_GRACE_S = 1.0
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 256 << 10
 
 
 class Server(uvicorn.Server):
@@ -79,6 +82,14 @@ def forbid_torch() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def return_freed_memory() -> None:
+    """Have malloc map what is large by itself, so that it goes back to the system when it is freed.
+
+    Left alone, it puts bodies of megabytes into the heap after the first few, and keeps what lies below the last one.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me: Participant) -> None:
@@ -124,8 +135,7 @@ async def serve(spec: ClusterSpec, listener: socket.socket, segment: Segment, me
 
     def on_serving() -> None:
         client.start()
-        gc.collect()
-        gc.freeze()
+        Collector(lambda: client.num_live + client.num_waiting).start()
         me.put(P.READY_NS, time.monotonic_ns())
         me.put(P.STATE, ParticipantState.READY)
         log.info("serving %s on port %d", spec.model_name, listener.getsockname()[1])
@@ -190,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     process.die_with_parent(given.parent)
     process.set_process_name("pdctl-router")
+    return_freed_memory()
     forbid_torch()
     try:
         spec, segment_fd = inheritance.receive(given)

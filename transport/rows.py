@@ -399,6 +399,7 @@ class Rows:
         params: RowParams,
         local_prefill_tokens: int,
         deadline_ns: int = 0,
+        cached_tokens: int | None = None,
     ) -> Claim | None:
         """Put a request into a free row: QUEUED, or READY if little of it is left to prefill.
 
@@ -406,6 +407,7 @@ class Rows:
             tokens: the prompt's ids, at least one.
             limit_tokens: prompt and output together, at most.
             local_prefill_tokens: READY if no more than so many tokens before the last are uncached.
+            cached_tokens: what `num_cached` said a moment ago; None: it is asked.
 
         Returns:
             None: no row is free now.
@@ -477,7 +479,7 @@ class Rows:
         }
         for name, value in fields.items():
             words[base + name] = value
-        cached = self.num_cached(tokens)
+        cached = self.num_cached(tokens) if cached_tokens is None else cached_tokens
         words[base + R.CACHED_TOKENS] = cached  # a forecast, until the first claim
         direct = len(tokens) - 1 - cached <= local_prefill_tokens
         self._move_own(row, RowState.READY if direct else RowState.QUEUED, Actor.ROUTER)

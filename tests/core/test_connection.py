@@ -151,6 +151,15 @@ def test_requests_under_way_have_their_time() -> None:
     served(dialogue, head_timeout_s=0.2)
 
 
+def test_a_probe_of_http_1_0_is_answered() -> None:
+    async def dialogue(peer: Peer) -> None:
+        peer.say(b"GET / HTTP/1.0\r\n\r\n")
+        assert await peer.answer() == (200, b"ok")
+        await peer.closed()
+
+    served(dialogue)
+
+
 @pytest.mark.parametrize(
     ("said", "status", "code"),
     [

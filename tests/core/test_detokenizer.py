@@ -103,10 +103,14 @@ def test_first_space_is_dropped_once_and_later_ones_are_kept() -> None:
     assert "".join(stream(tokenizer, [*ids, 2, *ids])) == tokenizer.decode([*ids, 2, *ids])
 
 
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", [*MANY, "rubbish"])
 def test_cost_is_linear(kind: str) -> None:
-    tokenizer = build(kind)
+    """Also of what no model means to say, and a client can have it say with logit_bias: bytes that are no text."""
+    tokenizer = build("bytelevel" if kind == "rubbish" else kind)
     ids = tokenizer.encode(" ".join(CORPUS[:1] * 60))
+    if kind == "rubbish":
+        odd = [token for token in range(len(tokenizer)) if tokenizer.decode([token]) == REPLACEMENT]
+        ids = random.Random(1).choices(odd, k=2000)
     decoded = 0
 
     def counting(window: list[int]) -> str:

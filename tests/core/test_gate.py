@@ -7,6 +7,7 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -67,6 +68,33 @@ def test_all_but_health_needs_the_key(path: str, headers: list[tuple[str, str]],
 @pytest.mark.parametrize("path", ["/health", "/health/ready"])
 def test_health_is_open(path: str) -> None:
     assert ask(Gate(inside, hosts=Hosts("127.0.0.1"), key=ApiKey(KEY)), path, []).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "hosts", "status"),
+    [
+        ("/health", [], 200),
+        ("/health/ready", [], 200),
+        ("/health", [b"evil.example"], 421),
+        ("/health", [b""], 421),
+        ("/health", [b"localhost", b"localhost"], 421),
+        ("/v1/models", [], 421),
+        ("/metrics", [], 421),
+    ],
+)
+def test_a_probe_without_a_host_may_ask_for_health(path: str, hosts: list[bytes], status: int) -> None:
+    """HTTP/1.0, which load balancers speak, knows no Host header."""
+    said: list[Any] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    scope = {"type": "http", "path": path, "headers": [(b"host", host) for host in hosts]}
+    asyncio.run(Gate(inside, hosts=Hosts("127.0.0.1"), key=None)(scope, receive, send))
+    assert said[0]["status"] == status
 
 
 @pytest.mark.parametrize(

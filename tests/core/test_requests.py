@@ -22,6 +22,7 @@ from pdctl.core.requests import (
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import DeadlineError
 from pdctl.transport.layout import LOGPROB_RING, DType, Geometry, H, P, R
+from pdctl.transport.lock import NoFileLock
 from pdctl.transport.recovery import verify
 from pdctl.transport.rows import Actor, Claim, FinishReason, RowParams, RowState, TokenLogprobs
 from pdctl.transport.segment import ParticipantState, Role, Segment
@@ -305,6 +306,57 @@ def test_with_no_queue_nobody_waits_for_decode_either(tmp_path: Path) -> None:
         world.decode.put(P.LOAD, 0)
 
     play(tmp_path, scenario, max_queue=0, max_batch=1)
+
+
+def test_the_lock_is_not_waited_for_on_the_loop(tmp_path: Path) -> None:
+    """Submitting, cancelling and recycling wait for it, the loop does not; and submitting not for ever."""
+
+    async def scenario(world: World) -> None:
+        lock, held = world.segment.lock, world.segment.lock._file_lock
+        first, second = await world.submit(), await world.submit()
+        claim = world.claim(second.row)
+        world.emit(claim, 10, b"a")
+        world.finish(claim, FinishReason.LENGTH)
+        turns, was_waiting = 0, world.client.num_live
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        lock._file_lock = HeldLock()
+        try:
+            submitting = asyncio.create_task(world.submit())
+            first.cancel()
+            while second.end is None:
+                await world.hear()
+            assert second.take() == [97]
+            for _ in range(20):
+                before = turns
+                await asyncio.sleep(0.002)
+                assert turns > before
+            assert not submitting.done() and world.client.num_live == was_waiting
+            submitting.cancel()  # its client leaves
+            lock.deadline_s = 0.05
+            with pytest.raises(DeadlineError, match=r"held it for 0\.05 s"):
+                await world.submit()
+        finally:
+            lock._file_lock = held
+            counting.cancel()
+        while world.client.num_live:
+            await asyncio.sleep(0.001)
+        (await world.submit()).cancel()
+
+    play(tmp_path, scenario)
+
+
+class HeldLock(NoFileLock):
+    """Somebody else's."""
+
+    def try_acquire(self) -> bool:
+        return False
 
 
 def test_with_no_queue_whoever_finds_a_free_daemon_is_served(tmp_path: Path) -> None:
