@@ -110,8 +110,11 @@ def test_who_says_nothing_or_does_not_leave_keeps_nobody_out(loop: Loop, monkeyp
 def test_a_router_that_serves_gets_all_clients(loop: Loop) -> None:
     """At once: also those that come before the loop has heard of it."""
     loop.served = True
-    client = loop.connect()
-    time.sleep(0.1)
+    client, before = loop.connect(), loop.turns
+    deadline = time.monotonic() + WATCHDOG_S
+    while loop.turns < before + 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     loop.listener.setblocking(True)
     accepted, _ = loop.listener.accept()
     accepted.sendall(b"from the router")
