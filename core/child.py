@@ -16,6 +16,8 @@ from pdctl.transport.segment import Role
 STEADY_S = 10.0
 MAX_QUICK_DEATHS = 8
 _LONGEST_BACKOFF_S = 30.0
+# To ask the system again costs little.
+_LONGEST_REFUSAL_S = 5.0
 # Kinds of daemons, by the places in the segment that one of them takes.
 DAEMON_PLACES = {
     "prefill": (Role.PREFILL,),
@@ -99,7 +101,7 @@ class Child:
             Seconds until it is tried again.
         """
         self.num_refused += 1
-        pause: float = min(_LONGEST_BACKOFF_S, 0.1 * 2.0 ** min(self.num_refused, 10))
+        pause: float = min(_LONGEST_REFUSAL_S, 0.1 * 2.0 ** min(self.num_refused, 10))
         self.start_at, self.asked, self.ready = time.monotonic() + pause, False, False
         return pause
 

@@ -194,6 +194,8 @@ class ClusterLock:
             if not self.acquire(0):
                 return False
             os.close(held)
+        if os.fstat(self._fd).st_mode & 0o077:
+            os.fchmod(self._fd, 0o600)
         if os.pread(self._fd, 128, 0) != _signature():
             self.sign()
         return True

@@ -197,7 +197,7 @@ class ControlServer:
         self._selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
     def _deafen(self) -> None:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError, ValueError):  # deaf already, or closed
             self._selector.unregister(self._socket)
 
     def _accept(self) -> None:

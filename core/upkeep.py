@@ -119,7 +119,9 @@ class Upkeep:
             _log.warning("control socket: it had gone, and is there again")
 
     def _keep_state(self) -> None:
-        wanted = replace(self._state, warnings=dict(self._warnings))
+        # What it says is written or not: it never says of itself that it cannot be.
+        warnings = {what: text for what, text in self._warnings.items() if what != "state.json"}
+        wanted = replace(self._state, warnings=warnings)
         path = state_path(self._state.spec.state_dir, self._state.name)
         if self._shown is None or self._shown[1] is None or self._shown != (wanted, _found(path)):
             write_state(wanted)

@@ -114,21 +114,6 @@ def test_a_stopped_holder_of_the_lock_is_killed(cluster: Any) -> None:
     assert "inside a section" in cluster.cli("logs", "supervisor").out
 
 
-def test_a_stopped_router_is_left_alone(cluster: Any) -> None:
-    """It owns streams that its end would cut; `status` names it."""
-    pid = cluster.pid(Role.ROUTER)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(4)
-        assert cluster.pid(Role.ROUTER) == pid
-        states = {one.role: one.state for one in status_of(cluster).processes}
-        assert states["router"] == "stopped"
-        assert cluster.cli("status").code == 8
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert cluster.ids(tokens_of(9, 1), 3)
-
-
 def test_where_failures_are_not_resumed_the_client_hears_the_cause(start: Any, tiny_dir: Path) -> None:
     """S44: an error event and the end of the stream, not silence and not a finish_reason. S61: all logs have it."""
     one = start(

@@ -593,16 +593,6 @@ def test_a_lock_that_does_not_come_free_delays_recovery_and_ends_nothing(shared:
     assert_serves(shared)
 
 
-def test_without_its_directory_a_cluster_goes_down(start: Any, tiny_dir: Path) -> None:
-    """Nobody could find it any more: it must not stay as an orphan, nor take a successor's files along."""
-    cluster = start(*options(tiny_dir))
-    pids = processes(cluster)
-    shutil.rmtree(cluster.state_dir / cluster.name)
-    wait_for(lambda: not is_alive(pids["pdctl-supervisor"]), "its end")
-    assert_gone(pids)
-    assert_clean(cluster)
-
-
 def test_after_a_crash_of_everything(shared: Any, tiny_dir: Path) -> None:
     """S31, S21, S32: the kernel ends the children of a dead supervisor; `up` needs no help to start again.
 
