@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, place_of
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import CorruptSegmentError, DeadlineError
-from pdctl.transport.names import check_cluster
 
 if TYPE_CHECKING:
     from pdctl.core.status import Verification
@@ -48,7 +47,7 @@ def shm(
 
     note = None
     if file is None:
-        found = core_status.find_segment(state_dir_of(state_dir), check_cluster(name))
+        found = core_status.find_segment(place_of(state_dir, name), name)
         target, path, note = found.name, found.name.path, found.note
         snapshot = core_status.look(target)
     else:

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from pdctl.transport.names import DEFAULT_CLUSTER, default_state_dir
+from pdctl.cli.output import remark
+from pdctl.transport.names import DEFAULT_CLUSTER, check_cluster, default_state_dir
 
 
 def complete_cluster(incomplete: str) -> list[str]:
     """Names of clusters that exist now, for the shell."""
     from pdctl.core.cluster import list_clusters
 
-    return [name for name in list_clusters(default_state_dir()) if name.startswith(incomplete)]
+    return [name for name in list_clusters(state_dir_of(None)) if name.startswith(incomplete)]
 
 
 NameOption = Annotated[
@@ -23,11 +24,11 @@ NameOption = Annotated[
 ]
 StateDirOption = Annotated[
     Path | None,
+    # Not with `envvar`: a place given on the command line is meant; one of the environment is where to look first.
     typer.Option(
         "--state-dir",
-        envvar="PDCTL_STATE_DIR",
-        help="Where clusters keep their files. Default: $XDG_RUNTIME_DIR/pdctl or /tmp/pdctl-<uid>.",
-        show_default=False,
+        help="Where clusters keep their files.",
+        show_default="PDCTL_STATE_DIR, else ~/.local/state/pdctl",
     ),
 ]
 DEFAULT_TIMEOUT_S = 120.0
@@ -57,6 +58,26 @@ def state_dir_of(given: Path | None) -> Path:
     return (given or default_state_dir()).absolute()
 
 
+def place_of(given: Path | None, name: str) -> Path:
+    """The state directory of a cluster that a command is about.
+
+    Given none, and with nothing of the cluster in the default one: where the only cluster of its name runs, which
+    is said.
+
+    Raises:
+        UsageError: the name cannot be one; or somebody else may have written what is there.
+    """
+    from pdctl.core import cluster
+
+    check_cluster(name)
+    here = state_dir_of(given)
+    cluster.check_trust(here, name)
+    place = here if given is not None else cluster.place_of(here, name)
+    if place != here:
+        remark(f"cluster {name!r}: nothing of it in {here}; it runs in {place}")
+    return place
+
+
 __all__ = [
     "DEFAULT_CLUSTER",
     "DEFAULT_TIMEOUT_S",
@@ -66,5 +87,6 @@ __all__ = [
     "TimeoutOption",
     "complete_cluster",
     "complete_process",
+    "place_of",
     "state_dir_of",
 ]

@@ -13,11 +13,10 @@ from pdctl.cli.options import (
     NameOption,
     StateDirOption,
     TimeoutOption,
-    state_dir_of,
+    place_of,
 )
 from pdctl.cli.output import print_json, remark
 from pdctl.transport.errors import UsageError
-from pdctl.transport.names import check_cluster
 
 _EXAMPLE = "pdctl scale decode=2 prefill=1"
 
@@ -49,7 +48,7 @@ def scale(
     from pdctl.core.control_client import ask
 
     request = {"operation": "scale", "numbers": _parse(numbers)}
-    done = ask(state_dir_of(state_dir), check_cluster(name), request, timeout_s=timeout, on_progress=remark)
+    done = ask(place_of(state_dir, name), name, request, timeout_s=timeout, on_progress=remark)
     if as_json:
         print_json(done)
     else:

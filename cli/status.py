@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, place_of
 from pdctl.cli.output import print_json, stdout_console
-from pdctl.transport.names import check_cluster
 
 DEGRADED_EXIT_CODE = 8
 
@@ -18,7 +17,7 @@ def status(name: NameOption = DEFAULT_CLUSTER, state_dir: StateDirOption = None,
     """
     from pdctl.core.status import cluster_status, to_dict
 
-    found = cluster_status(state_dir_of(state_dir), check_cluster(name))
+    found = cluster_status(place_of(state_dir, name), name)
     if as_json:
         print_json(to_dict(found))
     else:

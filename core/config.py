@@ -17,7 +17,7 @@ from pdctl.core.keys import ApiKey, parse_key
 from pdctl.core.numerics import numerics
 from pdctl.transport.errors import IncompatibleError, UsageError
 from pdctl.transport.layout import DType, Geometry, VerifyKv
-from pdctl.transport.names import check_cluster, check_socket_room
+from pdctl.transport.names import check_cluster
 from pdctl.transport.segment import Expected
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         check_cluster(self.name)
-        check_socket_room(self.state_dir, self.name)
         _check_choice("--dtype", self.dtype, DTYPES)
         _check_choice("--verify-kv", self.verify_kv, VERIFY_KV)
         _check_choice("--on-failure", self.on_failure, ON_FAILURE)

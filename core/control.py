@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pdctl.transport.errors import UsageError
+from pdctl.transport.names import socket_address
 
 MAX_CLIENTS = 32
 MAX_REQUEST_BYTES = 64 << 10
@@ -144,7 +145,8 @@ class ControlServer:
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        self._socket.bind(str(path))
+        with socket_address(path) as address:
+            self._socket.bind(address)
         path.chmod(0o600)
         self._socket.listen(MAX_CLIENTS)
         selector.register(self._socket, selectors.EVENT_READ, self._accept)

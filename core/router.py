@@ -27,6 +27,7 @@ import uvicorn
 
 from pdctl.core import logs, process
 from pdctl.core.config import ClusterSpec
+from pdctl.core.private_files import read_private
 from pdctl.core.requests import RowClient
 from pdctl.transport.doorbell import Bell
 from pdctl.transport.errors import PdctlError, UsageError
@@ -192,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     process.set_process_name("pdctl-router")
     forbid_torch()
     try:
-        spec = ClusterSpec.from_json(given.spec.read_text())
+        spec = ClusterSpec.from_json(read_private(given.spec))
         logs.setup(log_dir(spec.state_dir, spec.name), "router")
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

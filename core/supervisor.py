@@ -35,18 +35,17 @@ from pdctl.core.cluster import (
     ClusterState,
     already_running,
     command,
-    private_directory,
     read_state,
     refuse_if_running,
     remove_stale,
     spec_path,
-    write_private,
     write_state,
 )
 from pdctl.core.config import ClusterSpec
 from pdctl.core.control import ControlClient, ControlServer
 from pdctl.core.numerics import environment, numerics
 from pdctl.core.operations import DAEMONS, Operations
+from pdctl.core.private_files import private_directory, write_private
 from pdctl.core.process import (
     ProcessHandle,
     become_subreaper,
@@ -707,7 +706,7 @@ def main() -> None:
         die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     become_subreaper()
     set_process_name("pdctl-supervisor")
-    look = "pdctl logs supervisor"
+    look = None
     try:
         spec = ClusterSpec.from_json(sys.stdin.read())
         look = command("logs supervisor", spec.name, spec.state_dir)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pdctl.core import logs
 from pdctl.core.config import ClusterSpec
+from pdctl.core.private_files import read_private
 from pdctl.core.process import die_with_parent, set_process_name
 from pdctl.transport.errors import PdctlError
 from pdctl.transport.names import SegmentName, log_dir, parse_segment_name
@@ -38,7 +39,7 @@ def main() -> None:
     given = parser.parse_args()
     die_with_parent(given.parent)
     set_process_name("pdctl-zygote")
-    spec = ClusterSpec.from_json(given.spec.read_text())
+    spec = ClusterSpec.from_json(read_private(given.spec))
     logs.setup(log_dir(spec.state_dir, spec.name), "zygote")
     segment_name = parse_segment_name(given.segment)
     if segment_name is None:

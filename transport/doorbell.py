@@ -11,7 +11,7 @@ import select
 import socket
 from pathlib import Path
 
-from pdctl.transport.names import bell_path
+from pdctl.transport.names import bell_path, socket_address
 
 _MOST_RINGS = 1000
 
@@ -31,7 +31,8 @@ class Bell:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         first, *others = self._paths
-        self._socket.bind(str(first))
+        with socket_address(first) as address:
+            self._socket.bind(address)
         first.chmod(0o600)
         for other in others:
             os.link(first, other)
@@ -61,7 +62,8 @@ class Bell:
     def ring(self, slot: int) -> None:
         """Wake the participant in `slot`. Never blocks, never fails: it will scan in a second anyway."""
         try:
-            self._socket.sendto(b"", socket.MSG_DONTWAIT, str(bell_path(self._run_dir, slot)))
+            with socket_address(bell_path(self._run_dir, slot)) as address:
+                self._socket.sendto(b"", socket.MSG_DONTWAIT, address)
         except OSError:
             pass
 
