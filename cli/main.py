@@ -17,6 +17,7 @@ import typer
 import typer.core
 
 from pdctl.cli import bench, down, drain, gc, generate, inspect, logs, ls, models, restart, scale, status, up
+from pdctl.cli.options import hint_of
 from pdctl.cli.output import complain
 from pdctl.transport.errors import PdctlError
 
@@ -85,8 +86,8 @@ def main() -> None:
             sys.stdout.flush()
     except PdctlError as error:
         complain(f"pdctl: {error.message}")
-        if error.hint:
-            complain(f"  try: {error.hint}")
+        if hint := hint_of(error):
+            complain(f"  try: {hint}")
         _exit(error.exit_code)
     except KeyboardInterrupt:
         _exit(130)

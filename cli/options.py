@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pdctl.cli.output import remark
+from pdctl.transport.errors import PdctlError
 from pdctl.transport.names import DEFAULT_CLUSTER, check_cluster, default_state_dir
 
 
@@ -75,7 +76,35 @@ def place_of(given: Path | None, name: str) -> Path:
     place = here if given is not None else cluster.place_of(here, name)
     if place != here:
         remark(f"cluster {name!r}: nothing of it in {here}; it runs in {place}")
+    concerning(name, place)
     return place
+
+
+_concerned: tuple[str, Path] | None = None
+
+
+def concerning(name: str, place: Path) -> None:
+    """Note which cluster this process's command is about, for `hint_of`."""
+    global _concerned
+    _concerned = (name, place)
+
+
+def hint_of(error: PdctlError) -> str | None:
+    """What to try next, in terms of the cluster that the command is about."""
+    if error.hint is not None or _concerned is None:
+        return error.hint
+    from pdctl.core.cluster import advice
+
+    return advice(error, *_concerned)
+
+
+def look_hint() -> str | None:
+    """How to look at the cluster that the command is about; None: it is about none of ours."""
+    if _concerned is None:
+        return None
+    from pdctl.core.cluster import command
+
+    return f"{command('status', *_concerned)}; {command('logs', *_concerned)}"
 
 
 __all__ = [
@@ -87,6 +116,9 @@ __all__ = [
     "TimeoutOption",
     "complete_cluster",
     "complete_process",
+    "concerning",
+    "hint_of",
+    "look_hint",
     "place_of",
     "state_dir_of",
 ]

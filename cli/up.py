@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, concerning, state_dir_of
 from pdctl.cli.output import remark
 from pdctl.transport.errors import AlreadyRunningError, DeadlineError, PdctlError, UsageError
 from pdctl.transport.names import check_cluster, log_dir
@@ -143,6 +143,7 @@ def up(
 
     directory = state_dir_of(state_dir)
     check_cluster(name)
+    concerning(name, directory)
     if dtype not in ("auto", *config.DTYPES):
         raise UsageError(f"--dtype {dtype}: expected one of auto, {', '.join(config.DTYPES)}")
     if kv_gib is not None and kv_blocks is not None:
@@ -235,6 +236,7 @@ def _spec(
     from pdctl.core import cluster, config, numerics
     from pdctl.core.checkpoint import fingerprint
     from pdctl.transport.errors import CapacityError
+    from pdctl.transport.machine import cpu_share
 
     of_model = resolved.config
     if dtype == "auto":
@@ -245,6 +247,8 @@ def _spec(
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"--threads {threads}: expected 1 to 1024")
     threads_prefill, threads_decode = config.default_threads(threads)
+    if threads_prefill > (share := cpu_share()).usable_cores:
+        remark(f"warning: {threads_prefill} threads for prefill, but {share.words()}: they will wait for each other")
 
     weights = fingerprint(resolved.path)
 

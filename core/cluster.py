@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdctl.core.config import ClusterSpec
+from pdctl.core.config import MIN_BLOCKS, ClusterSpec
 from pdctl.core.private_files import (
     check_private,
     open_file,
@@ -39,7 +39,9 @@ from pdctl.transport.errors import (
     CapacityError,
     CorruptSegmentError,
     IncompatibleError,
+    NoRoomError,
     NotFoundError,
+    OtherSegmentError,
     PdctlError,
     UsageError,
 )
@@ -47,6 +49,7 @@ from pdctl.transport.layout import P
 from pdctl.transport.mapping import unlink_if_orphaned
 from pdctl.transport.names import (
     DEFAULT_CLUSTER,
+    SHM_DIR,
     SegmentName,
     check_cluster,
     cluster_dir,
@@ -118,6 +121,22 @@ def _is_default(state_dir: Path) -> bool:
         return state_dir == default_state_dir()
     except UsageError:  # there is none
         return False
+
+
+def advice(error: PdctlError, name: str, state_dir: Path) -> str | None:
+    """What to do about an error: its own hint, or what follows from its kind for this cluster.
+
+    The transport knows neither clusters nor commands: its errors have values, and the words are made here.
+    """
+    if error.hint is not None:
+        return error.hint
+    if isinstance(error, NoRoomError):
+        if error.fitting_blocks < MIN_BLOCKS:
+            return f"free memory, or enlarge {SHM_DIR}"
+        return command(f"up --kv-blocks {error.fitting_blocks}", name, state_dir)
+    if isinstance(error, OtherSegmentError):
+        return f"{command('down', name, state_dir)}; {command('up', name, state_dir)}"
+    return None
 
 
 def _lock(fd: int, operation: int, kind: int) -> int:

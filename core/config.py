@@ -17,6 +17,7 @@ from pdctl.core.keys import ApiKey, parse_key
 from pdctl.core.numerics import numerics
 from pdctl.transport.errors import IncompatibleError, UsageError
 from pdctl.transport.layout import DType, Geometry, VerifyKv
+from pdctl.transport.machine import usable_cores
 from pdctl.transport.names import check_cluster
 from pdctl.transport.segment import Expected
 
@@ -212,7 +213,7 @@ def context_of(of_model: ModelConfig, given: int | None) -> int:
     if not 2 <= given <= limit:
         raise UsageError(
             f"--max-context {given}: expected 2 to {limit}, {context_limit_words(of_model)}",
-            hint=f"pdctl up --max-context {limit}",
+            hint=f"--max-context {limit}",
         )
     return given
 
@@ -227,15 +228,11 @@ def context_limit_words(of_model: ModelConfig) -> str:
     )
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def default_threads(total: int | None) -> tuple[int, int]:
     """(prefill, decode) threads: prefill may use every core, decode leaves it one.
 
     Args:
-        total: --threads; None: OMP_NUM_THREADS if set, else all cores.
+        total: --threads; None: OMP_NUM_THREADS if set, else all cores that affinity and CPU quotas leave.
     """
     if total is None:
         given = os.environ.get("OMP_NUM_THREADS", "")

@@ -11,13 +11,13 @@ Knows nothing of what the files hold. Called by cluster.py and by all that read 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
 from pathlib import Path
 
 from pdctl.transport.errors import UsageError
+from pdctl.transport.machine import file_system
 
 # O_NONBLOCK: opening a FIFO must not wait for its other end.
 LOOK = os.O_RDONLY | os.O_NONBLOCK
@@ -188,11 +188,3 @@ def check_local(path: Path) -> None:
             f"state directory {path}: is on a network file system ({kind}), where locks are not this machine's alone",
             hint=f"set PDCTL_STATE_DIR or --state-dir to a local directory, e.g. /var/tmp/pdctl-{os.geteuid()}",
         )
-
-
-def file_system(path: Path) -> int:
-    """The number that statfs(2) has for the kind of file system that a path is on; 0 if it does not say."""
-    answer = (ctypes.c_long * 32)()
-    if ctypes.CDLL(None).statfs(os.fsencode(path), answer) != 0:
-        return 0
-    return int(answer[0]) & 0xFFFFFFFF

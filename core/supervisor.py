@@ -33,6 +33,7 @@ from pdctl.core.child import MAX_QUICK_DEATHS, Child
 from pdctl.core.cluster import (
     ClusterLock,
     ClusterState,
+    advice,
     already_running,
     command,
     read_state,
@@ -706,7 +707,7 @@ def main() -> None:
         die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     become_subreaper()
     set_process_name("pdctl-supervisor")
-    look = None
+    look, spec = None, None
     try:
         spec = ClusterSpec.from_json(sys.stdin.read())
         look = command("logs supervisor", spec.name, spec.state_dir)
@@ -721,7 +722,8 @@ def main() -> None:
         Supervisor(spec).run()
     except PdctlError as error:
         _log.error("%s", error.message)
-        emit(event="error", message=error.message, hint=error.hint, exit_code=error.exit_code)
+        hint = error.hint if spec is None else advice(error, spec.name, spec.state_dir)
+        emit(event="error", message=error.message, hint=hint, exit_code=error.exit_code)
         sys.exit(error.exit_code)
     except BaseException as error:
         _log.exception("supervisor")

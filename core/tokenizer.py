@@ -55,7 +55,7 @@ class Tokenizer:
             inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
-            raise IncompatibleError(f"tokenizer of {path}: {reason}", hint="pdctl up with another --model") from error
+            raise IncompatibleError(f"tokenizer of {path}: {reason}", hint="another --model") from error
         return cls(inner)
 
     def __len__(self) -> int:
