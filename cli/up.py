@@ -157,6 +157,7 @@ def up(
         deadline.stage = f"looking at the state directory {directory}"
         private_files.private_directory(directory)
         private_files.check_local(directory)
+        cluster.check_trust(directory, name)
         cluster.refuse_if_running(directory, name)
         _look_elsewhere(directory, name, given=state_dir is not None)
         deadline.stage = f"reading the model {model}"

@@ -339,7 +339,8 @@ def check_trust(state_dir: Path, name: str) -> None:
     Raises:
         UsageError: names what, and whose it is.
     """
-    check_private(state_dir, cluster_dir(state_dir, name), log_dir(state_dir, name).parent, log_dir(state_dir, name))
+    logs = log_dir(state_dir, name)
+    check_private(state_dir, cluster_dir(state_dir, name), logs, logs.parent)
 
 
 def places_in_use(name: str) -> list[Path | None]:

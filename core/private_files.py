@@ -151,26 +151,31 @@ def private_directory(path: Path) -> None:
             ) from error
 
 
-def check_private(*directories: Path) -> None:
-    """Refuse directories, and files in them, that somebody else may have put there. What is missing is no fault.
+def check_private(directory: Path, *whole: Path) -> None:
+    """Refuse a state directory that somebody else may have made or filled. What is missing is no fault.
+
+    Args:
+        whole: directories below it in which everything counts, not only the directory itself.
 
     Raises:
         UsageError: names the first that belongs to another user, or that others may write.
     """
-    for directory in directories:
+    paths = [directory]
+    for one in whole:
+        paths.append(one)
+        with contextlib.suppress(OSError):
+            paths += one.iterdir()
+    for path in paths:
         try:
-            entries = [directory, *directory.iterdir()]
+            found = path.lstat()
+            _check(found, path)
+        except UntrustedError as error:
+            hint = _ANOTHER if found.st_uid != os.geteuid() else f"chmod go-w {path}"
+            raise UsageError(
+                f"{'state directory' if path == directory else 'file'} {path}: {error.strerror}", hint=hint
+            ) from error
         except OSError:
-            entries = [directory]
-        for path in entries:
-            try:
-                _check(path.lstat(), path)
-            except UntrustedError as error:
-                kind = "state directory" if path == directory else "file"
-                hint = _ANOTHER if path.lstat().st_uid != os.geteuid() else f"chmod go-w {path}"
-                raise UsageError(f"{kind} {path}: {error.strerror}", hint=hint) from error
-            except OSError:
-                continue
+            continue
 
 
 def check_local(path: Path) -> None:

@@ -333,7 +333,8 @@ def open_segment(name: SegmentName | Path, *, writable: bool) -> tuple[Mapping, 
     if isinstance(name, SegmentName) and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
         os.close(fd)
         raise NotFoundError(
-            f"segment {path}: belongs to user {status.st_uid}, or others may write it: not this one's"
+            f"segment {path}: belongs to user {status.st_uid} with mode {status.st_mode & 0o777:04o}, "
+            f"expected {os.geteuid()} and 0600"
         )
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)

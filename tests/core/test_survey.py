@@ -79,8 +79,8 @@ def test_a_cluster_of_another_state_directory_is_foreign_and_not_touched(cluster
     cluster.run()
     (found,) = survey.survey(tmp_path / "mine")
     assert (found.name, found.phase) == (cluster.name, "foreign")
-    # Its router is this process, whose command line names no directory.
-    assert (found.state_dir, found.url, found.wanted) == (None, None, None)
+    # Its supervisor is this process, which has its lock open there.
+    assert (found.state_dir, found.url) == (str(cluster.state_dir), "http://127.0.0.1:8000")
     assert collect(tmp_path / "mine", logs=True) == []
     assert cluster.path.exists()
     assert not (tmp_path / "mine").exists()
@@ -172,7 +172,7 @@ def test_ls_of_a_running_cluster_fits_80_columns(cluster: Cluster) -> None:
     assert "http://127.0.0.1:8000" in lines[1] and "1P1/16D" in lines[1] and "1m05s" in lines[1]
     assert [line.rstrip() for line in lines] == lines
     wide = Console(width=110, file=io.StringIO())
-    wide.print(clusters_view(survey.survey(cluster.state_dir), wide.width))
+    wide.print(clusters_view(survey.survey(cluster.state_dir), wide.width, "pdctl gc"))
     assert "a-model-with-a-rather-long-name" not in lines[1]
     assert "a-model-with-a-rather-long-name" in wide.file.getvalue()  # type: ignore[attr-defined]
 
