@@ -49,6 +49,8 @@ class UntrustedError(PermissionError):
 def _check(found: os.stat_result, path: Path) -> None:
     if found.st_uid != os.geteuid():
         raise UntrustedError(errno.EPERM, f"belongs to user {found.st_uid}, not {os.geteuid()}", str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise UntrustedError(errno.EPERM, "is a symbolic link, which is not followed", str(path))
     if found.st_mode & _OTHERS_WRITE:
         raise UntrustedError(errno.EPERM, f"other users may write it (mode {found.st_mode & 0o7777:04o})", str(path))
 
@@ -170,7 +172,8 @@ def check_private(directory: Path, *whole: Path) -> None:
             found = path.lstat()
             _check(found, path)
         except UntrustedError as error:
-            hint = _ANOTHER if found.st_uid != os.geteuid() else f"chmod go-w {path}"
+            ours = found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode)
+            hint = f"chmod go-w {path}" if ours else _ANOTHER
             raise UsageError(
                 f"{'state directory' if path == directory else 'file'} {path}: {error.strerror}", hint=hint
             ) from error

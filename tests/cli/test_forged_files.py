@@ -256,6 +256,13 @@ def test_no_link_leads_elsewhere(tmp_path: Path) -> None:
             read_private(path)
 
 
+def test_a_state_directory_that_is_a_link_is_called_one(tmp_path: Path) -> None:
+    """Its own mode says that all may write it, which is true of every link."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    ended = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path / "link")])
+    assert isinstance(ended.exception, UsageError) and "is a symbolic link" in ended.exception.message
+
+
 def test_untrusted_is_an_os_error_with_words(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch(mode=0o600)

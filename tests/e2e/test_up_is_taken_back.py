@@ -149,10 +149,9 @@ def test_missing_streams_and_a_long_path_are_no_obstacle(start: Any, tiny_dir: P
         silent = shell("generate hello --max-tokens 3 >&-")
         assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", ""), silent
         # From cron, say, whose environment has another default.
-        elsewhere = {"PDCTL_STATE_DIR": str(tmp_path / "elsewhere")}
-        told = (
-            f"cluster {cluster.name!r}: nothing of it in {tmp_path / 'elsewhere'}; it runs in {cluster.state_dir}\n"
-        )
+        there = tmp_path / "elsewhere"
+        elsewhere = {"PDCTL_STATE_DIR": str(there)}
+        told = f"cluster {cluster.name!r}: nothing of it in {there}; it runs in {cluster.state_dir}\n"
         found = shell("generate hello --max-tokens 3", **elsewhere)
         assert (found.returncode, found.stdout, found.stderr) == (0, asked.stdout, told), found
         second = shell(" ".join(f"'{word}'" for word in options(tiny_dir)), **elsewhere)
@@ -160,6 +159,6 @@ def test_missing_streams_and_a_long_path_are_no_obstacle(start: Any, tiny_dir: P
         ended = shell("down", **elsewhere)
         assert (ended.returncode, ended.stderr) == (0, f"{told}cluster {cluster.name!r}: down\n")
         cluster.assert_clean()
-        assert not (tmp_path / "elsewhere" / cluster.name).exists()
+        assert not (there / cluster.name).exists()
     finally:
         cluster.cli("down")
