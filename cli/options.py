@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pdctl.cli.output import remark
-from pdctl.transport.errors import PdctlError
+from pdctl.transport.errors import PdctlError, UsageError
 from pdctl.transport.names import DEFAULT_CLUSTER, check_cluster, default_state_dir
 
 
@@ -16,7 +16,11 @@ def complete_cluster(incomplete: str) -> list[str]:
     """Names of clusters that exist now, for the shell."""
     from pdctl.core.cluster import list_clusters
 
-    return [name for name in list_clusters(state_dir_of(None)) if name.startswith(incomplete)]
+    try:
+        names = list_clusters(state_dir_of(None))
+    except UsageError:  # no home directory
+        return []
+    return [name for name in names if name.startswith(incomplete)]
 
 
 NameOption = Annotated[
@@ -44,7 +48,10 @@ def complete_process(context: typer.Context, incomplete: str) -> list[str]:
     from pdctl.core.cluster import read_state
 
     given = context.params.get("state_dir")
-    state = read_state(state_dir_of(given and Path(given)), context.params.get("name") or DEFAULT_CLUSTER)
+    try:
+        state = read_state(state_dir_of(given and Path(given)), context.params.get("name") or DEFAULT_CLUSTER)
+    except UsageError:
+        state = None
     if state is None:
         return []
     numbers = {"prefill": state.spec.num_prefill, "decode": state.spec.num_decode}

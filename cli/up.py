@@ -150,10 +150,11 @@ def up(
         raise UsageError("--kv-gib and --kv-blocks: give one of them")
     if local_prefill_tokens is None:
         local_prefill_tokens = 0 if colocated else config.DEFAULT_LOCAL_PREFILL_TOKENS
-    key = keys.given_key(api_key_file)
-    if api_key_file is not None and keys.others_can_read(api_key_file):
-        remark(f"warning: other users can read {api_key_file}: chmod 600 {api_key_file}")
     with _Deadline(timeout) as deadline:
+        deadline.stage = f"reading the API key of {api_key_file}"
+        key = keys.given_key(api_key_file)
+        if api_key_file is not None and keys.others_can_read(api_key_file):
+            remark(f"warning: other users can read {api_key_file}: chmod 600 {api_key_file}")
         deadline.stage = f"looking at the state directory {directory}"
         private_files.private_directory(directory)
         private_files.check_local(directory)
@@ -459,9 +460,11 @@ def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, dead
         process.stdin.write(spec.to_json())
     url = _follow(process.stdout, deadline)
     if url is None:
-        process.wait(_STOP_WAIT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_WAIT_S)
+        how = "does not end" if process.returncode is None else exit_words(process.returncode)
         raise PdctlError(
-            f"the supervisor ended without a word ({exit_words(process.returncode)})",
+            f"the supervisor ended without a word ({how})",
             hint=cluster.command("logs supervisor", spec.name, spec.state_dir),
         )
     remark(f"up in {time.monotonic() - began:.1f} s: {url} serves {spec.model_name}")
@@ -535,8 +538,9 @@ def _take_back(spec: ClusterSpec, process: subprocess.Popen[str]) -> None:
         process.wait(_STOP_WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-        with contextlib.suppress(PdctlError):  # what does not end even now is for `down`
+        # What does not end even now is for `down`.
+        with contextlib.suppress(subprocess.TimeoutExpired, PdctlError):
+            process.wait(_STOP_WAIT_S)
             cluster.tidy(spec.state_dir, spec.name)
 
 

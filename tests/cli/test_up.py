@@ -160,3 +160,12 @@ def test_without_shared_memory(
         assert f"{tmp_path / 'none'}: No such file" in ended.exception.message
     else:
         assert isinstance(ended.exception, NotFoundError) and "not running" in ended.exception.message
+
+
+def test_a_file_that_never_comes_has_a_deadline(tmp_path: Path) -> None:
+    """A FIFO that nobody writes into, as the key's file."""
+    os.mkfifo(tmp_path / "key", 0o600)
+    given = ["up", "--model", "/nowhere", "--state-dir", str(tmp_path / "s"), "--timeout", "0.2"]
+    ended = CliRunner().invoke(app, [*given, "--api-key-file", str(tmp_path / "key")])
+    assert isinstance(ended.exception, DeadlineError)
+    assert f"under way: reading the API key of {tmp_path / 'key'}" in ended.exception.message

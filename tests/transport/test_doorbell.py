@@ -18,9 +18,11 @@ from pdctl.transport.names import bell_path
 FAR_AWAY_S = 30.0
 
 
-@pytest.fixture
-def bells(tmp_path: Path) -> Iterator[tuple[Bell, Bell]]:
-    made = (Bell(tmp_path, 0), Bell(tmp_path, 1))
+@pytest.fixture(params=["short", "longer than a socket's address"])
+def bells(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Bell, Bell]]:
+    directory = tmp_path if request.param == "short" else tmp_path / ("d" * 150)
+    directory.mkdir(exist_ok=True)
+    made = (Bell(directory, 0), Bell(directory, 1))
     yield made
     for bell in made:
         bell.close()
