@@ -2,8 +2,8 @@
 
 Called by `__main__.py`.
 
-0 ok · 1 unexpected · 2 usage · 3 not running (or, status, not yet) or not found · 4 incompatible · 5 out of capacity · 6 timeout
-7 already running or address in use · 8 degraded (status) · 130 interrupted (143: by SIGTERM)
+0 ok · 1 unexpected · 2 usage · 3 not running (status: or not yet) or not found · 4 incompatible · 5 out of capacity
+6 timeout · 7 already running or address in use · 8 degraded (status) · 130 interrupted (143: by SIGTERM)
 """
 
 from __future__ import annotations
