@@ -6,11 +6,14 @@ import os
 import signal
 import sys
 
+from pdctl.cli.output import open_missing_streams
+
 INTERRUPTED = 130
 
 
 def run() -> None:
     """Entry point of the console script."""
+    open_missing_streams()
     # While modules load there is nothing to put in order, and a traceback would help nobody.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))

@@ -9,7 +9,7 @@ import typer
 
 from pdctl.cli import bench_compare, bench_engine, bench_handoff, bench_report, bench_serve
 from pdctl.cli.bench_options import SeedOption
-from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, place_of
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError, UsageError
 
@@ -57,7 +57,7 @@ def bench(
         remark(f"Random prompts (--seed {plan.seed}). Medians, 99th percentile in brackets.")
         remark("More: pdctl bench serve, compare, handoff, engine, report (each with --help).")
     if result.num_failed:
-        hint = command("logs", name, state_dir_of(state_dir))
+        hint = command("logs", name, place_of(state_dir, name))
         raise PdctlError(f"{result.num_failed} requests failed: {result.first_error}", hint=hint)
 
 

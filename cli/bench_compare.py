@@ -217,7 +217,7 @@ def _cluster(name: str, up_options: list[str], state_dir: Path) -> Iterator[Syst
 
 def _await_ready(name: str, process: subprocess.Popen[bytes], said: IO[bytes], state_dir: Path) -> None:
     """Wait until a cluster answers; its errors are ours."""
-    from pdctl.core.cluster import read_state
+    from pdctl.core.cluster import command, read_state
 
     deadline = time.monotonic() + _UP_DEADLINE_S
     while time.monotonic() < deadline:
@@ -233,7 +233,7 @@ def _await_ready(name: str, process: subprocess.Popen[bytes], said: IO[bytes], s
         if state is not None and state.phase == "running":
             return
         time.sleep(0.05)
-    raise DeadlineError(f"{name}: not up after {_UP_DEADLINE_S:.0f} s", hint=f"pdctl logs --name {name}")
+    raise DeadlineError(f"{name}: not up after {_UP_DEADLINE_S:.0f} s", hint=command("logs", name, state_dir))
 
 
 def _up_options(given: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ def engine(
         typer.Option(
             "--threads",
             envvar="PDCTL_THREADS",
-            help="As pdctl up: all of them for prefill, one less for decode.",
+            help="Compute threads: all of them for prefill, one less for decode.",
             show_default="OMP_NUM_THREADS, else all cores",
         ),
     ] = None,

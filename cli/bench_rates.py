@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdctl.cli.bench_options import workload_of
 from pdctl.cli.bench_run import keep
+from pdctl.cli.options import look_hint
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError
 
@@ -80,7 +81,7 @@ def find(
             remark(f"{share}: up to {best:.3g} requests/s")
     failed = sum(point["summary"]["failed"] for point in found["points"])
     if failed:
-        raise PdctlError(f"{failed} requests failed", hint="pdctl status; pdctl logs")
+        raise PdctlError(f"{failed} requests failed", hint=look_hint())
 
 
 def render(document: dict[str, Any]) -> Table:

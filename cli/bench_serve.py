@@ -11,7 +11,7 @@ import typer
 
 from pdctl.cli import bench_options as options
 from pdctl.cli.bench_run import OutputOption, bar, keep
-from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, look_hint, place_of
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import PdctlError, UsageError
 
@@ -145,7 +145,7 @@ def server_of(
 
     key = given_key(api_key_file)
     if base_url is None:
-        state = running(state_dir_of(state_dir), name)
+        state = running(place_of(state_dir, name), name)
         base_url, key = state.url, key or state.spec.api_key
     # Only now what is slow to import.
     import asyncio
@@ -188,5 +188,5 @@ def fail_if_any_failed(summary: dict[str, Any], expected: int) -> None:
         unsent = f", {missing} that continue them were not sent" if missing else ""
         raise PdctlError(
             f"{summary['failed']} of {expected} requests failed{unsent}; {first['kind']}: {first['first']}",
-            hint="pdctl status; pdctl logs",
+            hint=look_hint(),
         )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 import time
 
-from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, place_of
 from pdctl.cli.output import remark
 from pdctl.transport.errors import DeadlineError
-from pdctl.transport.names import check_cluster
 
 # The supervisor stops its children within 5 s and kills what is left.
 _GRACE_S = 12.0
@@ -19,8 +18,7 @@ def down(name: NameOption = DEFAULT_CLUSTER, state_dir: StateDirOption = None) -
     """End a cluster: no process, port, segment or state file stays; its logs do."""
     from pdctl.core import cluster
 
-    directory = state_dir_of(state_dir)
-    check_cluster(name)
+    directory = place_of(state_dir, name)
     deadline = time.monotonic() + _GRACE_S
     supervisor = None
     # One that is just starting has not signed its lock file yet; another `down` never does, and lets go soon.

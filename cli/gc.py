@@ -24,9 +24,11 @@ def gc(
     import dataclasses
 
     from pdctl.cli.tables import size
+    from pdctl.core.private_files import check_private
     from pdctl.core.survey import collect, leftovers
 
     directory = state_dir_of(state_dir)
+    check_private(directory)
     found = leftovers(directory, logs=logs) if dry_run else collect(directory, logs=logs)
     total = sum(one.num_bytes for one in found if dry_run or one.removed)
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, place_of
 from pdctl.cli.output import print_json, remark
 from pdctl.transport.errors import UsageError
 
@@ -59,7 +59,7 @@ def generate(
     from pdctl.core.cluster import command, running
     from pdctl.core.keys import given_key
 
-    directory = state_dir_of(state_dir)
+    directory = place_of(state_dir, name)
     state = running(directory, name)
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, place_of
 from pdctl.cli.output import print_json, remark, stdout_console
 from pdctl.transport.errors import CorruptSegmentError, DeadlineError
-from pdctl.transport.names import SegmentName, check_cluster
+from pdctl.transport.names import SegmentName
 
 if TYPE_CHECKING:
     from pdctl.core.status import Verification
@@ -49,7 +49,7 @@ def shm(
     note = None
     target: SegmentName | Path | int
     if file is None:
-        found = core_status.find_segment(state_dir_of(state_dir), check_cluster(name))
+        found = core_status.find_segment(place_of(state_dir, name), name)
         target, path, note = found.target, found.name.path, found.note
     else:
         target = path = file.absolute()

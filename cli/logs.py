@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, place_of
 from pdctl.cli.output import remark
 from pdctl.transport.errors import NotFoundError, UsageError
 from pdctl.transport.names import log_dir
@@ -45,7 +45,7 @@ def logs(
 
     if process is not None and not process.replace("-", "").isalnum():
         raise UsageError(f"process {process!r}: expected one of supervisor, router, zygote, prefill-0, decode-0, …")
-    root = state_dir_of(state_dir)
+    root = place_of(state_dir, name)
     directory = log_dir(root, name)
     written = Logs(directory, process)
     if not written.processes:

@@ -2,8 +2,8 @@
 
 Called by `__main__.py`.
 
-0 ok · 1 unexpected · 2 usage · 3 not running or not found · 4 incompatible · 5 out of capacity · 6 timeout
-7 already running or address in use · 8 degraded (status) · 130 interrupted (143: by SIGTERM)
+0 ok · 1 unexpected · 2 usage · 3 not running (status: or not yet) or not found · 4 incompatible · 5 out of capacity
+6 timeout · 7 already running or address in use · 8 degraded (status) · 130 interrupted (143: by SIGTERM)
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import typer
 import typer.core
 
 from pdctl.cli import bench, down, drain, gc, generate, inspect, logs, ls, models, restart, scale, status, up
+from pdctl.cli.options import hint_of
+from pdctl.cli.output import complain
 from pdctl.transport.errors import PdctlError
 
 
@@ -77,25 +79,44 @@ app.add_typer(models.app, name="models", help="Models kept on this machine.")
 def main() -> None:
     """Run the command line; ends the process."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            # Here, where an error still has an exit code; at the interpreter's end it has none of ours.
+            sys.stdout.flush()
     except PdctlError as error:
-        sys.stderr.write(f"pdctl: {error.message}\n")
-        if error.hint:
-            sys.stderr.write(f"  try: {error.hint}\n")
-        sys.exit(error.exit_code)
+        complain(f"pdctl: {error.message}")
+        if hint := hint_of(error):
+            complain(f"  try: {hint}")
+        _exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _exit(130)
     except (_ReaderLeftError, BrokenPipeError):
         # The reader left (`| head`): end as a program that never caught SIGPIPE would.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_output()
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
     except OSError as error:
-        # A full disk, a file that may not be read: what is still buffered has nowhere to go either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.stderr.write(f"pdctl: {error}\n")
-        sys.exit(1)
+        # A full disk, a file that may not be read, a terminal that is gone.
+        complain(f"pdctl: {error}")
+        _exit(1)
+
+
+def _exit(code: int) -> None:
+    """End with this code, even if what is still buffered has nowhere to go."""
+    _drop_output()
+    sys.exit(code)
+
+
+def _drop_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
-    main()
+    from pdctl.cli.__main__ import run
+
+    run()

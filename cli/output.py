@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def open_missing_streams() -> None:
+    """Give whoever started us without stdin, stdout or stderr (`2>&-`) an empty or silent one.
+
+    Before anything else is opened: a file or socket that got number 2 would be written into by every complaint.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            nobody = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(nobody, True)
+        if getattr(sys, name) is None:
+            # Nobody reads it, so nothing about it may fail; it is open as long as the process lives.
+            stream = open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
+def complain(text: str) -> None:
+    """`remark`, where a stderr that is gone (its terminal was closed) must change nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        remark(text)
 
 
 def stdout_console() -> Console:

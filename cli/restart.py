@@ -14,10 +14,9 @@ from pdctl.cli.options import (
     StateDirOption,
     TimeoutOption,
     complete_process,
-    state_dir_of,
+    place_of,
 )
 from pdctl.cli.output import print_json, remark
-from pdctl.transport.names import check_cluster
 
 
 def restart(
@@ -42,6 +41,6 @@ def restart(
     from pdctl.core.control_client import ask
 
     request = {"operation": "restart", "names": processes or []}
-    done = ask(state_dir_of(state_dir), check_cluster(name), request, timeout_s=timeout, on_progress=remark)
+    done = ask(place_of(state_dir, name), name, request, timeout_s=timeout, on_progress=remark)
     if as_json:
         print_json(done)

@@ -13,13 +13,12 @@ from pdctl.cli.options import (
     NameOption,
     StateDirOption,
     TimeoutOption,
-    state_dir_of,
+    place_of,
 )
 from pdctl.cli.output import print_json, remark
 from pdctl.transport.errors import UsageError
-from pdctl.transport.names import check_cluster
 
-_EXAMPLE = "pdctl scale decode=2 prefill=1"
+_EXAMPLE = "scale decode=2 prefill=1"
 
 
 def complete_role(incomplete: str) -> list[str]:
@@ -46,10 +45,12 @@ def scale(
     The highest-numbered leave first. What they work on goes on with the others
     where it stands: nothing is computed again.
     """
+    from pdctl.core.cluster import command
     from pdctl.core.control_client import ask
 
-    request = {"operation": "scale", "numbers": _parse(numbers)}
-    done = ask(state_dir_of(state_dir), check_cluster(name), request, timeout_s=timeout, on_progress=remark)
+    directory = place_of(state_dir, name)
+    request = {"operation": "scale", "numbers": _parse(numbers, command(_EXAMPLE, name, directory))}
+    done = ask(directory, name, request, timeout_s=timeout, on_progress=remark)
     if as_json:
         print_json(done)
     else:
@@ -57,13 +58,13 @@ def scale(
         remark(f"cluster {name!r}: prefill={done['prefill']} decode={done['decode']}{same}")
 
 
-def _parse(words: list[str]) -> dict[str, int]:
+def _parse(words: list[str], example: str) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for word in words:
         role, equals, number = word.partition("=")
         if not (equals and number.isascii() and number.isdecimal()):
-            raise UsageError(f"scale {word}: expected ROLE=N", hint=_EXAMPLE)
+            raise UsageError(f"scale {word}: expected ROLE=N", hint=example)
         if role in numbers:
-            raise UsageError(f"scale {word}: {role} is given twice", hint=_EXAMPLE)
+            raise UsageError(f"scale {word}: {role} is given twice", hint=example)
         numbers[role] = int(number)
     return numbers

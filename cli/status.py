@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, JsonOption, NameOption, StateDirOption, place_of
 from pdctl.cli.output import print_json, stdout_console
-from pdctl.transport.names import check_cluster
+from pdctl.transport.errors import NotFoundError
 
 DEGRADED_EXIT_CODE = 8
+EXIT_CODES = {"healthy": 0, "starting": NotFoundError.exit_code, "degraded": DEGRADED_EXIT_CODE}
 
 
 def status(name: NameOption = DEFAULT_CLUSTER, state_dir: StateDirOption = None, as_json: JsonOption = False) -> None:
     """Show a cluster's processes, rows, pool and counters.
 
-    Exit code 0: healthy; 8: degraded, the causes are shown; 3: not running.
+    Exit code 0: healthy; 8: degraded, the causes are shown; 3: not running, or
+    still starting, and what is missing is shown.
     """
     from pdctl.core.status import cluster_status, to_dict
 
-    found = cluster_status(state_dir_of(state_dir), check_cluster(name))
+    found = cluster_status(place_of(state_dir, name), name)
     if as_json:
         print_json(to_dict(found))
     else:
@@ -26,5 +28,5 @@ def status(name: NameOption = DEFAULT_CLUSTER, state_dir: StateDirOption = None,
 
         console = stdout_console()
         console.print(status_view(found, console.width))
-    if found.causes:
-        raise typer.Exit(DEGRADED_EXIT_CODE)
+    if code := EXIT_CODES[found.health]:
+        raise typer.Exit(code)

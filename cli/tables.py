@@ -25,6 +25,7 @@ from pdctl.core.status import (
     SegmentStatus,
 )
 from pdctl.core.survey import ClusterSummary
+from pdctl.transport.machine import CpuShare
 
 WIDE_COLUMNS = 110
 MAX_MAP_LINES = 20
@@ -175,8 +176,12 @@ def processes_table(processes: Sequence[ParticipantStatus]) -> Table:
     return table
 
 
-def clusters_view(clusters: Sequence[ClusterSummary], width: int) -> RenderableType:
-    """What `pdctl ls` shows; the model's name gets what 80 columns leave."""
+def clusters_view(clusters: Sequence[ClusterSummary], width: int, gc: str) -> RenderableType:
+    """What `pdctl ls` shows; the model's name gets what 80 columns leave.
+
+    Args:
+        gc: the command that removes what crashed clusters left.
+    """
     table = _table(
         ("name", False),
         ("phase", False),
@@ -197,7 +202,7 @@ def clusters_view(clusters: Sequence[ClusterSummary], width: int) -> RenderableT
     elsewhere = [one for one in clusters if one.phase == "foreign" and one.state_dir]
     notes = [Text(f"{one.name}: --state-dir {one.state_dir}", style="dim") for one in elsewhere]
     if any(one.phase == "crashed" for one in clusters):
-        notes.append(Text("pdctl gc removes what crashed clusters left", style="dim"))
+        notes.append(Text(f"{gc} removes what crashed clusters left", style="dim"))
     return Group(table, *([""] if notes else []), *notes)
 
 
@@ -381,6 +386,7 @@ def status_view(status: ClusterStatus, width: int) -> RenderableType:
             ("attention", _ATTENTION.get(status.attention, status.attention)),
             ("linear", _LINEAR.get(status.linear, status.linear)),
             ("supervisor", supervisor),
+            ("cores", _cores_words(status)),
             ("segment", status.segment),
             ("", f"{size(status.segment_bytes)}, {size(status.kv_bytes)} of them KV"),
         ]
@@ -397,8 +403,15 @@ def status_view(status: ClusterStatus, width: int) -> RenderableType:
     parts: list[RenderableType] = [head, "", processes_table(status.processes), "", tail]
     if status.causes:
         parts.append("")
-        parts += [Text("degraded: ", style="bold red").append(cause, style="not bold") for cause in status.causes]
+        style = "bold yellow" if status.health == "starting" else "bold red"
+        parts += [Text(f"{status.health}: ", style=style).append(cause, style="not bold") for cause in status.causes]
     return Group(*parts)
+
+
+def _cores_words(status: ClusterStatus) -> str:
+    if status.num_cores is None:
+        return "unknown"
+    return CpuShare(num_cores=status.num_cores, quota=status.cpu_quota).words()
 
 
 def segment_view(status: SegmentStatus, width: int, created: str) -> RenderableType:

@@ -8,16 +8,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, state_dir_of
+from pdctl.cli.options import DEFAULT_CLUSTER, NameOption, StateDirOption, concerning, state_dir_of
 from pdctl.cli.output import remark
-from pdctl.transport.errors import PdctlError, UsageError
-from pdctl.transport.names import check_cluster, check_socket_room, log_dir
+from pdctl.transport.errors import AlreadyRunningError, DeadlineError, PdctlError, UsageError
+from pdctl.transport.names import check_cluster, log_dir
 
 if TYPE_CHECKING:
     from pdctl.core.config import ClusterSpec
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from pdctl.core.weights.fingerprint import ModelFile
 
 _STOP_WAIT_S = 15.0
+DEFAULT_UP_TIMEOUT_S = 600.0
+# What a main thread that can be reached at all needs to notice that the time is over.
+_NOTICE_S = 5.0
 
 
 def up(
@@ -117,6 +122,16 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, show the logs; Ctrl-C takes it down.")
     ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            min=0.1,
+            max=86400,
+            help="Seconds until a start that has not come to its end is taken back. Time in which a model arrives "
+            "over the network does not count.",
+        ),
+    ] = DEFAULT_UP_TIMEOUT_S,
     state_dir: StateDirOption = None,
 ) -> None:
     """Bring a cluster up; returns when it serves requests.
@@ -125,56 +140,87 @@ def up(
     (exit code 0), a second one kills it (130); it does not outlive its terminal.
     """
     from pdctl.cli.models import pull_progress
-    from pdctl.core import cluster, config, hosts, keys, models
+    from pdctl.core import cluster, config, hosts, keys, models, private_files
     from pdctl.core.weights import fingerprint
     from pdctl.transport.mapping import check_room
 
     directory = state_dir_of(state_dir)
     check_cluster(name)
+    concerning(name, directory)
     if dtype not in ("auto", *config.DTYPES):
         raise UsageError(f"--dtype {dtype}: expected one of auto, {', '.join(config.DTYPES)}")
     if kv_gib is not None and kv_blocks is not None:
         raise UsageError("--kv-gib and --kv-blocks: give one of them")
     if local_prefill_tokens is None:
         local_prefill_tokens = 0 if colocated else config.DEFAULT_LOCAL_PREFILL_TOKENS
-    key = keys.given_key(api_key_file)
-    if api_key_file is not None and keys.others_can_read(api_key_file):
-        remark(f"warning: other users can read {api_key_file}: chmod 600 {api_key_file}")
-    check_socket_room(directory, name)
-    cluster.private_directory(directory)
-    cluster.refuse_if_running(directory, name)
-    with pull_progress() as progress:
-        resolved = models.resolve(model, progress)
-        files = fingerprint.model_files(resolved.path, progress)
-    spec = _spec(
-        resolved,
-        files,
-        name=name,
-        state_dir=directory,
-        host=host,
-        port=port,
-        num_prefill=prefill,
-        num_decode=decode,
-        colocated=colocated,
-        dtype=dtype,
-        block_tokens=block_size,
-        kv_gib=kv_gib,
-        kv_blocks=kv_blocks,
-        max_context=max_context,
-        threads=threads,
-        local_prefill_tokens=local_prefill_tokens,
-        chunk_tokens=chunk_tokens,
-        max_batch=max_batch,
-        max_queue=max_queue,
-        verify_kv=verify_kv,
-        on_failure=on_failure,
-        max_rows=config.rows_for(prefill, decode, max_batch),
-        allowed_hosts=tuple(map(hosts.check_host_name, allowed_host or ())),
-        api_key=key,
+    with _Deadline(timeout) as deadline:
+        deadline.stage = f"reading the API key of {api_key_file}"
+        key = keys.given_key(api_key_file)
+        if api_key_file is not None and keys.others_can_read(api_key_file):
+            remark(f"warning: other users can read {api_key_file}: chmod 600 {api_key_file}")
+        deadline.stage = f"looking at the state directory {directory}"
+        private_files.private_directory(directory)
+        private_files.check_local(directory)
+        cluster.check_trust(directory, name)
+        cluster.refuse_if_running(directory, name)
+        _look_elsewhere(directory, name, given=state_dir is not None)
+        deadline.stage = f"reading the model {model}"
+        with pull_progress() as progress:
+            report = deadline.restarted_by(progress)
+            resolved = models.resolve(model, report)
+            files = fingerprint.model_files(resolved.path, report)
+        spec = _spec(
+            resolved,
+            files,
+            name=name,
+            state_dir=directory,
+            host=host,
+            port=port,
+            num_prefill=prefill,
+            num_decode=decode,
+            colocated=colocated,
+            dtype=dtype,
+            block_tokens=block_size,
+            kv_gib=kv_gib,
+            kv_blocks=kv_blocks,
+            max_context=max_context,
+            threads=threads,
+            local_prefill_tokens=local_prefill_tokens,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+            max_queue=max_queue,
+            verify_kv=verify_kv,
+            on_failure=on_failure,
+            max_rows=config.rows_for(prefill, decode, max_batch),
+            allowed_hosts=tuple(map(hosts.check_host_name, allowed_host or ())),
+            api_key=key,
+        )
+        if not segments_may_be_reclaimed(name):
+            check_room(spec.geometry)
+        _supervise(spec, foreground=foreground, deadline=deadline)
+
+
+def _look_elsewhere(directory: Path, name: str, *, given: bool) -> None:
+    """Where a cluster of this name runs in another state directory: say it, or refuse if no place was `given`.
+
+    Raises:
+        AlreadyRunningError: whoever did not name a place hardly wants a second one of that name.
+    """
+    from pdctl.core import cluster
+
+    others = [place for place in cluster.places_in_use(name) if place != directory]
+    if not others:
+        return
+    words = cluster.places_words(others)
+    if given:
+        remark(f"cluster {name!r}: {words}; this one is another")
+        return
+    beside = cluster.command("up", name, directory, always_place=True)
+    at = "".join(f"{cluster.command('status', name, place)}; " for place in others if place is not None)
+    raise AlreadyRunningError(
+        f"cluster {name!r}: already running: {words}; a second one here, in {directory}, would have to be asked for",
+        hint=f"{at}another --name; or, for a second one: {beside}",
     )
-    if not segments_may_be_reclaimed(name):
-        check_room(spec.geometry)
-    _supervise(spec, foreground=foreground)
 
 
 def segments_may_be_reclaimed(name: str) -> bool:
@@ -196,10 +242,11 @@ def _spec(
     **given: Any,
 ) -> ClusterSpec:
     """Everything decided: flags, what the model says, what the machine has."""
-    from pdctl.core import config, numerics
+    from pdctl.core import cluster, config, numerics
     from pdctl.core.checkpoint import validate
     from pdctl.core.weights.fingerprint import fingerprint
     from pdctl.transport.errors import CapacityError
+    from pdctl.transport.machine import cpu_share
 
     # Read after the digests were taken: if it has changed since, the first to load it will say so.
     of_model = validate(resolved.path)
@@ -213,6 +260,8 @@ def _spec(
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"--threads {threads}: expected 1 to 1024")
     threads_prefill, threads_decode = config.default_threads(threads)
+    if threads_prefill > (share := cpu_share()).usable_cores:
+        remark(f"warning: {threads_prefill} threads for prefill, but {share.words()}: they will wait for each other")
 
     def build(num_blocks: int) -> ClusterSpec:
         return config.ClusterSpec(
@@ -242,13 +291,17 @@ def _spec(
     if number < config.MIN_BLOCKS:
         raise CapacityError(
             f"--kv-gib {gib:g}: {number} blocks of {block_bytes} bytes; at least {config.MIN_BLOCKS} are needed",
-            hint=f"pdctl up --kv-blocks {config.MIN_BLOCKS}",
+            hint=cluster.command(f"up --kv-blocks {config.MIN_BLOCKS}", given["name"], given["state_dir"]),
         )
     return build(number)
 
 
 class _Interrupted(BaseException):
     """A signal asks `up` to end before its work is done."""
+
+
+class _TimedOut(BaseException):
+    """`--timeout` is over."""
 
 
 class _Signals:
@@ -281,11 +334,85 @@ class _Signals:
         self._raising = False
 
 
-def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
+class _Deadline:
+    """The time that a start may take, and what it is at. When it is over, a `DeadlineError` that names that.
+
+    A thread keeps the time: it raises in the main thread, which takes everything back. A main thread that hangs in
+    the kernel (a file of a server that does not answer) hears no signal: then the thread itself ends the process.
+
+    Attributes:
+        stage: what is under way, in words.
+        abandon: takes back what was started, if the main thread cannot.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.stage = "starting"
+        self.abandon: Callable[[], None] = lambda: None
+        self._timeout_s = timeout_s
+        self._at = time.monotonic() + timeout_s
+        self._heard = threading.Event()
+        self._over = threading.Event()
+
+    def __enter__(self) -> _Deadline:
+        self._before = signal.signal(signal.SIGALRM, self._on_alarm)
+        threading.Thread(target=self._watch, args=(threading.get_ident(),), daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop()
+        signal.signal(signal.SIGALRM, self._before)
+        if kind is _TimedOut:
+            raise self.error() from None
+
+    def error(self, more: str = "") -> DeadlineError:
+        return DeadlineError(
+            f"not up after {self._timeout_s:g} s; under way: {self.stage}{more}",
+            hint=f"--timeout {2 * self._timeout_s:g}, if it only needs longer",
+        )
+
+    def restart(self) -> None:
+        """Count from now."""
+        self._at = time.monotonic() + self._timeout_s
+
+    def restarted_by(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+        """The same report of progress; each starts the time anew."""
+
+        def report(phase: str, done: int, total: int) -> None:
+            self.restart()
+            progress(phase, done, total)
+
+        return report
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _on_alarm(self, *_: object) -> None:
+        if not self._over.is_set() and not self._heard.is_set():
+            self._heard.set()
+            raise _TimedOut
+
+    def _watch(self, main_thread: int) -> None:
+        while (left := self._at - time.monotonic()) > 0:
+            if self._over.wait(left):
+                return
+        signal.pthread_kill(main_thread, signal.SIGALRM)
+        if self._heard.wait(_NOTICE_S) or self._over.is_set():
+            return
+        with contextlib.suppress(Exception):
+            self.abandon()
+        error = self.error()
+        with contextlib.suppress(OSError):
+            os.write(2, f"pdctl: {error.message}\n  try: {error.hint}\n".encode(errors="replace"))
+        os._exit(error.exit_code)
+
+
+def _supervise(spec: ClusterSpec, *, foreground: bool, deadline: _Deadline) -> None:
     from pdctl.core import cluster
     from pdctl.core.keys import KEY_VARIABLE
 
     began = time.monotonic()
+    deadline.restart()
+    deadline.stage = "the supervisor's start"
     command = [sys.executable, "-m", "pdctl.core.supervisor"]
     if foreground:
         command += ["--parent", str(os.getpid())]
@@ -302,43 +429,53 @@ def _supervise(spec: ClusterSpec, *, foreground: bool) -> None:
         text=True,
         env=environment,
     )
+    deadline.abandon = lambda: _take_back(spec, process)
     try:
         signals.raise_from_now_on()
-        _start(spec, process, began)
+        _start(spec, process, began, deadline)
         # From here on it is up: a signal that comes after the words below is for what is attended.
         signals.hold()
+        deadline.stop()
         if foreground:
             remark("its logs follow; Ctrl-C takes it down")
             _attend(spec, process, signals)
         else:
             ask = cluster.command("generate", spec.name, spec.state_dir)
             remark(f'  {ask} "What is the capital of France?"')
-    except _Interrupted:
-        _take_back(spec, process)
-        remark(f"interrupted: cluster {spec.name!r} is down again")
-        raise typer.Exit(128 + (signals.received or signal.SIGINT)) from None
-    except PdctlError:
+    except (PdctlError, typer.Exit):
         # It said why and is on its way out; return when it is gone.
+        signals.hold()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_WAIT_S)
         raise
-    except OSError:
-        if foreground:  # nobody reads the logs any more (`| head`): it does not stay behind
-            _take_back(spec, process)
+    except BaseException as error:
+        # A signal, the end of the time, or a terminal that is gone, so that there is nobody to tell (and if it was
+        # the terminal's end that sent the signal, any word to it fails as well): nothing of it stays.
+        signals.hold()
+        _take_back(spec, process)
+        if isinstance(error, _TimedOut):
+            raise deadline.error(f"; cluster {spec.name!r} is down again") from None
+        with contextlib.suppress(OSError):
+            what = "interrupted" if signals.received is not None else f"{type(error).__name__}: {error}"
+            remark(f"{what}: cluster {spec.name!r} is down again")
+        if signals.received is not None:
+            raise typer.Exit(128 + signals.received) from None
         raise
 
 
-def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float) -> None:
+def _start(spec: ClusterSpec, process: subprocess.Popen[str], began: float, deadline: _Deadline) -> None:
     from pdctl.core import cluster
 
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(spec.to_json())
-    url = _follow(process.stdout)
+    url = _follow(process.stdout, deadline)
     if url is None:
-        process.wait(_STOP_WAIT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_WAIT_S)
+        how = "does not end" if process.returncode is None else exit_words(process.returncode)
         raise PdctlError(
-            f"the supervisor ended without a word ({exit_words(process.returncode)})",
+            f"the supervisor ended without a word ({how})",
             hint=cluster.command("logs supervisor", spec.name, spec.state_dir),
         )
     remark(f"up in {time.monotonic() - began:.1f} s: {url} serves {spec.model_name}")
@@ -390,7 +527,7 @@ def exposure_of(spec: ClusterSpec) -> str | None:
         return None
     return (
         f"warning: --host {spec.host} serves everybody who reaches this machine, without a key: "
-        "pdctl up --api-key-file FILE"
+        "start it with --api-key-file FILE"
     )
 
 
@@ -405,19 +542,22 @@ def exit_words(code: int) -> str:
 
 
 def _take_back(spec: ClusterSpec, process: subprocess.Popen[str]) -> None:
-    """Interrupted: what was started is taken down before we return."""
+    """What was started is taken down before we return."""
     from pdctl.core import cluster
 
     process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)  # a stopped one could not hear us
     try:
         process.wait(_STOP_WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-        cluster.tidy(spec.state_dir, spec.name)
+        # What does not end even now is for `down`.
+        with contextlib.suppress(subprocess.TimeoutExpired, PdctlError):
+            process.wait(_STOP_WAIT_S)
+            cluster.tidy(spec.state_dir, spec.name)
 
 
-def _follow(events: IO[str]) -> str | None:
+def _follow(events: IO[str], deadline: _Deadline) -> str | None:
     """Show the supervisor's events until it is ready; its URL, or None if it ended.
 
     Raises:
@@ -436,6 +576,7 @@ def _follow(events: IO[str]) -> str | None:
             if event["event"] == "ready":
                 return str(event["url"])
             stages.show(event)
+            deadline.stage = stages.under_way() or deadline.stage
     return None
 
 
@@ -444,6 +585,7 @@ class _Stages:
 
     def __init__(self) -> None:
         self._began: dict[str, float] = {}
+        self._unfinished: dict[str, str] = {}
         self._progress: Any = None
         self._tasks: dict[str, Any] = {}
 
@@ -467,9 +609,17 @@ class _Stages:
         if self._progress is not None:
             self._progress.stop()
 
+    def under_way(self) -> str:
+        """Which stages have begun and not ended, in words."""
+        return ", ".join(f"{name}{how_far}" for name, how_far in self._unfinished.items())
+
     def show(self, event: dict[str, Any]) -> None:
         name, done = event["name"], event.get("state") == "done"
         began = self._began.setdefault(name, time.monotonic())
+        if done:
+            self._unfinished.pop(name, None)
+        else:
+            self._unfinished[name] = f" ({event['done']} of {event['total']})" if "total" in event else ""
         detail = event.get("detail") or ""
         if self._progress is None:
             if done:

@@ -23,7 +23,7 @@ class Client:
 
     Args:
         key: the server's API key, if it wants one.
-        command: what a person types to run a command on its cluster, for hints.
+        command: what a person types to run a command on its cluster, for hints; default: there are none.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Client:
         url: str,
         key: ApiKey | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        command: Callable[[str], str] = lambda verb: f"pdctl {verb}",
+        command: Callable[[str], str | None] = lambda verb: None,
     ) -> None:
         parts = urlsplit(url)
         self.url = url

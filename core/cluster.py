@@ -18,7 +18,6 @@ import os
 import re
 import shlex
 import signal
-import stat
 import struct
 import time
 from dataclasses import dataclass, field
@@ -26,23 +25,36 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pdctl.core.config import ClusterSpec
+from pdctl.core.config import MIN_BLOCKS, ClusterSpec
+from pdctl.core.private_files import (
+    check_private,
+    open_file,
+    private_directory,
+    read_private,
+    write_private,
+)
 from pdctl.core.process import ProcessHandle, ProcessStat
 from pdctl.transport.errors import (
     AlreadyRunningError,
+    CapacityError,
     CorruptSegmentError,
     IncompatibleError,
+    NoRoomError,
     NotFoundError,
+    OtherSegmentError,
     PdctlError,
     UsageError,
 )
+from pdctl.transport.layout import P
 from pdctl.transport.mapping import is_somebody_elses, unlink_if_orphaned
 from pdctl.transport.names import (
     DEFAULT_CLUSTER,
+    SHM_DIR,
     SegmentName,
     check_cluster,
     cluster_dir,
     default_state_dir,
+    log_dir,
     parse_segment_name,
     segments_of,
 )
@@ -53,9 +65,6 @@ _LOCK, _STATE, _SPEC = "lock", "state.json", "spec.json"
 # A lock of the open file, as flock's is, that can also be asked about without being taken (Linux).
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
-# O_NONBLOCK: opening a FIFO must not wait for its other end.
-_LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +95,10 @@ class ClusterState:
     def segment_name(self) -> SegmentName:
         name = parse_segment_name(self.segment)
         if name is None:
-            raise NotFoundError(f"state file: {self.segment!r} is not a segment's name", hint="pdctl down")
+            raise NotFoundError(
+                f"state file: {self.segment!r} is not a segment's name",
+                hint=command("down", self.name, self.spec.state_dir),
+            )
         return name
 
 
@@ -98,45 +110,41 @@ def spec_path(state_dir: Path, name: str) -> Path:
     return cluster_dir(state_dir, name) / _SPEC
 
 
-def private_directory(path: Path) -> None:
-    """Make a directory that only this user can enter, or check that it is one.
+def command(verb: str, name: str, state_dir: Path, *, always_place: bool = False) -> str:
+    """What a person types to run a command on this cluster, for hints: the one place that makes such lines.
 
-    Raises:
-        UsageError: it cannot be made, belongs to somebody else, or is open to others.
+    Args:
+        always_place: name the state directory even if it is the default one.
     """
-    hint = "set PDCTL_STATE_DIR or --state-dir to a directory of your own"
-    try:
-        # Parents that are missing become private as well, whatever the umask.
-        for parent in reversed([parent for parent in path.parents if not parent.exists()]):
-            parent.mkdir(mode=0o700, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-    except FileExistsError as error:
-        raise UsageError(f"state directory {path}: is not a directory", hint=hint) from error
-    except OSError as error:
-        raise UsageError(f"state directory {path}: {error.strerror}", hint=hint) from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise UsageError(f"state directory {path}: is not a directory", hint=hint)
-    if found.st_mode & stat.S_ISVTX:
-        # As /tmp: making it private would take it away from everybody else.
-        raise UsageError(f"state directory {path}: is shared by all users", hint=hint)
-    if found.st_uid != os.getuid():
-        raise UsageError(f"state directory {path}: belongs to user {found.st_uid}, not {os.getuid()}", hint=hint)
-    if found.st_mode & 0o077:
-        try:
-            path.chmod(0o700)
-        except OSError as error:
-            raise UsageError(f"state directory {path}: open to other users ({error.strerror})", hint=hint) from error
-
-
-def command(verb: str, name: str, state_dir: Path) -> str:
-    """What a person types to run a command on this cluster, for hints."""
     words = ["pdctl", verb]
     if name != DEFAULT_CLUSTER:
         words += ["--name", name]
-    if state_dir != default_state_dir():
+    if always_place or not _is_default(state_dir):
         words += ["--state-dir", shlex.quote(str(state_dir))]
     return " ".join(words)
+
+
+def _is_default(state_dir: Path) -> bool:
+    try:
+        return state_dir == default_state_dir()
+    except UsageError:  # there is none
+        return False
+
+
+def advice(error: PdctlError, name: str, state_dir: Path) -> str | None:
+    """What to do about an error: its own hint, or what follows from its kind for this cluster.
+
+    The transport knows neither clusters nor commands: its errors have values, and the words are made here.
+    """
+    if error.hint is not None:
+        return error.hint
+    if isinstance(error, NoRoomError):
+        if error.fitting_blocks < MIN_BLOCKS:
+            return f"free memory, or enlarge {SHM_DIR}"
+        return command(f"up --kv-blocks {error.fitting_blocks}", name, state_dir)
+    if isinstance(error, OtherSegmentError):
+        return f"{command('down', name, state_dir)}; {command('up', name, state_dir)}"
+    return None
 
 
 def _lock(fd: int, operation: int, kind: int) -> int:
@@ -158,7 +166,7 @@ class ClusterLock:
         while True:
             private_directory(self._path.parent)
             try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                fd = open_file(self._path, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:  # the directory was removed between the two calls
                 continue
             except OSError as error:
@@ -176,6 +184,12 @@ class ClusterLock:
                     os.close(fd)
                     return False
                 time.sleep(0.05)
+            except OSError as error:  # a file system without such locks
+                os.close(fd)
+                raise UsageError(
+                    f"lock {self._path}: cannot be taken ({error.strerror})",
+                    hint="set PDCTL_STATE_DIR or --state-dir to a directory on a local disk",
+                ) from error
             os.close(fd)
 
     def keep(self) -> bool:
@@ -243,7 +257,7 @@ def _signature() -> bytes:
 def is_locked(state_dir: Path, name: str) -> bool:
     """Whether a supervisor of this name lives (or `down` is tidying up). Takes nothing."""
     try:
-        fd = os.open(cluster_dir(state_dir, name) / _LOCK, _LOOK)
+        fd = open_file(cluster_dir(state_dir, name) / _LOCK)
     except OSError:
         return False
     try:
@@ -281,36 +295,6 @@ def write_state(state: ClusterState) -> None:
         "spec": json.loads(state.spec.to_json()),
     }
     write_private(directory / _STATE, json.dumps(values, indent=1))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that is seen whole or not at all, mode 0600."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def read_private(path: Path) -> str:
-    """The text of a file that `write_private` wrote, whatever stands there now: waits for nobody, reads not forever.
-
-    Raises:
-        OSError: it is missing or cannot be read.
-        ValueError: it is no regular file, too large, or no text.
-    """
-    with open(os.open(path, _LOOK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError(f"{path}: not a regular file")
-        data = file.read(_MAX_FILE_BYTES + 1)
-    if len(data) > _MAX_FILE_BYTES:
-        raise ValueError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
-    return data.decode()
 
 
 def read_state(state_dir: Path, name: str) -> ClusterState | None:
@@ -361,13 +345,21 @@ def running(state_dir: Path, name: str) -> ClusterState:
     """The state of a cluster whose supervisor lives.
 
     Raises:
-        NotFoundError: there is none, or it died (the message says which).
+        NotFoundError: there is none, or it died (the message says which), or one of this name runs elsewhere.
+        UsageError: see `check_trust`.
     """
-    check_cluster(name)
+    check_trust(state_dir, name)
     up, down = command("up", name, state_dir), command("down", name, state_dir)
     if not is_locked(state_dir, name):
         if was_left(state_dir, name):
             raise NotFoundError(f"cluster {name!r}: crashed (its supervisor is gone)", hint=f"{down}; {up}")
+        others = places_in_use(name)
+        if others:
+            known = [place for place in others if place is not None]
+            raise NotFoundError(
+                f"cluster {name!r}: not running in {state_dir}, but {places_words(others)}",
+                hint=", or ".join(command("status", name, place) for place in known) or None,
+            )
         raise NotFoundError(f"cluster {name!r}: not running", hint=up)
     state = read_state(state_dir, name)
     if state is None:
@@ -377,13 +369,75 @@ def running(state_dir: Path, name: str) -> ClusterState:
     return state
 
 
+def check_trust(state_dir: Path, name: str) -> None:
+    """Refuse what another user may have put where this cluster's files are.
+
+    Raises:
+        UsageError: names what, and whose it is.
+    """
+    logs = log_dir(state_dir, name)
+    check_private(state_dir, cluster_dir(state_dir, name), logs, logs.parent)
+
+
+def places_in_use(name: str) -> list[Path | None]:
+    """State directories in which clusters of this name run, by their segments; None: its processes do not tell."""
+    found = [state_dir_of_segment(segment) for segment in segments_of(name) if has_supervisor(segment)]
+    return sorted(set(found), key=str)
+
+
+def place_of(state_dir: Path, name: str) -> Path:
+    """Where to look for a cluster: here, or where the only one of its name runs, if there is nothing of it here."""
+    if is_locked(state_dir, name) or _exists(cluster_dir(state_dir, name)):
+        return state_dir
+    others = places_in_use(name)
+    return others[0] if len(others) == 1 and others[0] is not None else state_dir
+
+
+def state_dir_of_segment(segment: SegmentName) -> Path | None:
+    """The state directory of the living cluster that has this segment, from the lock that its supervisor has open.
+
+    None if /proc does not tell: the supervisor is in another PID namespace, or its directory was removed.
+    """
+    try:
+        found = take_snapshot(segment)
+    except (NotFoundError, CorruptSegmentError, IncompatibleError, CapacityError):
+        return None
+    for slot in found.segment.slots(Role.SUPERVISOR):
+        pid = found.segment.participant_word(slot, P.PID)
+        if slot not in found.held or process_start_time(pid) != found.segment.participant_word(slot, P.START_TIME):
+            continue
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    target = link.readlink()
+                    if target.name == _LOCK and target.parent.name == segment.cluster:
+                        place = target.parent.parent
+                        if is_locked(place, segment.cluster):
+                            return place
+    return None
+
+
+def places_words(places: list[Path | None]) -> str:
+    """Where else a cluster runs."""
+    known = [str(place) for place in places if place is not None]
+    if not known:
+        return "one of this name runs in a state directory that its processes do not tell (in another container?)"
+    return (
+        f"{'one of this name runs' if len(places) == 1 else 'several of this name run'} in {' and in '.join(known)}"
+    )
+
+
 def was_left(state_dir: Path, name: str) -> bool:
     """Whether a cluster that does not run left anything but logs."""
-    try:
-        left = cluster_dir(state_dir, name).exists()
-    except OSError:  # a path that cannot be: too long, through a file
-        left = False
+    left = _exists(cluster_dir(state_dir, name))
     return left or any(not has_supervisor(one) for one in segments_of(name))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a path that cannot be: too long, through a file
+        return False
 
 
 def has_supervisor(segment: SegmentName) -> bool:

@@ -19,7 +19,8 @@ from pdctl.core.weights.fingerprint import ModelFile
 from pdctl.core.weights.generation import SamplingDefaults
 from pdctl.transport.errors import CapacityError, IncompatibleError, UsageError
 from pdctl.transport.layout import DType, Geometry, VerifyKv
-from pdctl.transport.names import check_cluster, check_socket_room
+from pdctl.transport.machine import usable_cores
+from pdctl.transport.names import check_cluster
 from pdctl.transport.segment import Expected
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         check_cluster(self.name)
-        check_socket_room(self.state_dir, self.name)
         _check_choice("--dtype", self.dtype, DTYPES)
         _check_choice("--verify-kv", self.verify_kv, VERIFY_KV)
         _check_choice("--on-failure", self.on_failure, ON_FAILURE)
@@ -233,7 +233,7 @@ def context_of(of_model: ModelConfig, given: int | None) -> int:
     if not 2 <= given <= limit:
         raise UsageError(
             f"--max-context {given}: expected 2 to {limit}, {context_limit_words(of_model)}",
-            hint=f"pdctl up --max-context {limit}",
+            hint=f"--max-context {limit}",
         )
     return given
 
@@ -248,15 +248,11 @@ def context_limit_words(of_model: ModelConfig) -> str:
     )
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def default_threads(total: int | None) -> tuple[int, int]:
     """(prefill, decode) threads: prefill may use every core, decode leaves it one.
 
     Args:
-        total: --threads; None: OMP_NUM_THREADS if set, else all cores.
+        total: --threads; None: OMP_NUM_THREADS if set, else all cores that affinity and CPU quotas leave.
     """
     if total is None:
         given = os.environ.get("OMP_NUM_THREADS", "")

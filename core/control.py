@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pdctl.transport.errors import UsageError
+from pdctl.transport.names import socket_address
 
 MAX_CLIENTS = 32
 MAX_REQUEST_BYTES = 64 << 10
@@ -154,7 +155,8 @@ class ControlServer:
         try:
             self._path.unlink(missing_ok=True)
             listener.setblocking(False)
-            listener.bind(str(self._path))
+            with socket_address(self._path) as address:
+                listener.bind(address)
             self._path.chmod(0o600)
             listener.listen(MAX_CLIENTS)
             return listener, self._path.lstat()

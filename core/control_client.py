@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pdctl.core.cluster import ClusterState, command, running
+from pdctl.core.private_files import open_directory
 from pdctl.transport.errors import DeadlineError, NotFoundError, PdctlError
-from pdctl.transport.names import cluster_dir, control_path
+from pdctl.transport.names import cluster_dir, control_path, socket_address
 
 # A supervisor that runs answers at once, whatever it is doing.
 _HEARD_S = 10.0
@@ -68,7 +70,9 @@ def _connect(state: ClusterState) -> socket.socket:
     deadline = time.monotonic() + _HEARD_S
     while True:
         try:
-            connection.connect(str(path))
+            os.close(open_directory(path.parent))  # or it could be anybody who listens there
+            with socket_address(path) as address:
+                connection.connect(address)
             return connection
         except BlockingIOError as error:  # its queue of connections is full
             if time.monotonic() > deadline:

@@ -27,6 +27,7 @@ from pdctl.core.config import ClusterSpec
 from pdctl.core.decode import DecodeEngine
 from pdctl.core.model import Model
 from pdctl.core.prefill import PrefillEngine
+from pdctl.core.private_files import read_private
 from pdctl.core.process import die_with_parent, set_process_name
 from pdctl.core.wake import Wake, keep_bell
 from pdctl.transport.doorbell import Bell
@@ -255,7 +256,7 @@ def main() -> None:
 
     if given.parent:
         die_with_parent(given.parent)
-    spec = ClusterSpec.from_json(given.spec.read_text())
+    spec = ClusterSpec.from_json(read_private(given.spec))
     name = parse_segment_name(given.segment)
     if name is None:
         sys.exit(f"{given.segment}: not a segment's name")

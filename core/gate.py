@@ -57,7 +57,7 @@ class Gate:
             raise ApiError(
                 421,
                 "this server does not go by the name in the Host header: call it localhost, by its address, or by a "
-                "name that pdctl up --allowed-host gave",
+                "name that it was started with (--allowed-host)",
                 code="host_not_allowed",
             )
         if self._key is not None and scope["path"] not in OPEN_PATHS:

@@ -34,7 +34,7 @@ def check_host_name(text: str) -> str:
     if _address(name) is None and not (_NAME.fullmatch(name) and len(name) <= 253):
         raise UsageError(
             f"--allowed-host {text}: expected a name or an address as in a URL, without scheme and port",
-            hint="pdctl up --allowed-host llm.example.org",
+            hint="--allowed-host llm.example.org",
         )
     return name
 

@@ -18,7 +18,7 @@ KEY_VARIABLE = "PDCTL_API_KEY"
 _MAX_KEY_CHARS = 512
 # What an Authorization header can carry without doubt about its ends.
 _KEY = re.compile(rf"[!-~]{{1,{_MAX_KEY_CHARS}}}")
-_MAKE_ONE = "(umask 077; openssl rand -hex 32 > FILE); pdctl up --api-key-file FILE"
+_MAKE_ONE = "(umask 077; openssl rand -hex 32 > FILE), then --api-key-file FILE"
 
 
 class ApiKey:

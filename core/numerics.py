@@ -17,6 +17,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from pdctl.transport.machine import usable_cores
+
 # Raised whenever our own arithmetic changes: attention, sampler, padding.
 NUMERICS_VERSION = 2
 # Linear layers give a row the same bits for every number of rows from here on (measured; probed at start).
@@ -101,5 +103,5 @@ def environment(chosen: Numerics) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores())),
     }

@@ -50,7 +50,7 @@ class Readiness:
     def absence_words(self) -> str:
         """Who has been absent, for a client."""
         who = " and no ".join(self.absent())
-        return f"no {who} daemon has been ready for {self.absence_limit_s:g} s: see pdctl status"
+        return f"no {who} daemon has been ready for {self.absence_limit_s:g} s"
 
     def is_loading(self) -> bool:
         """Whether a role has never been ready since this cluster began."""

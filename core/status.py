@@ -26,6 +26,7 @@ from pdctl.transport import recovery
 from pdctl.transport.errors import CorruptSegmentError, NotFoundError
 from pdctl.transport.layout import RING_WORDS, B, BlockState, H, P, R, SegmentState
 from pdctl.transport.lock import Op
+from pdctl.transport.machine import CpuShare, cpu_share
 from pdctl.transport.mapping import boot_id, descriptor_of, leads_to
 from pdctl.transport.names import SHM_DIR, SegmentName, log_dir, segments_of
 from pdctl.transport.rows import OWNED, WAITING, FinishReason, RowState
@@ -250,12 +251,14 @@ class ClusterStatus:
     """A running cluster.
 
     Attributes:
-        health: "healthy" or "degraded"; `causes` says why, one a line.
+        health: "healthy", "starting" or "degraded"; `causes` says what is missing, one a line.
         supervisor_state: "running", or "stopped": then nothing is restarted and no row is recovered.
         bit_exact: True if every daemon proved it, False if one did not, None while one has not probed.
         colocated: whether one process has the places of the prefill and of the decode daemon.
         processes: the participants, and the zygote.
         num_queued, max_queue: requests that wait for a daemon, and how many may.
+        num_cores, cpu_quota: what the cluster may use of the CPU: see `CpuShare`; None: its supervisor is gone, or
+            there is no quota.
     """
 
     name: str
@@ -288,6 +291,8 @@ class ClusterStatus:
     counters: Counters
     num_queued: int
     max_queue: int
+    num_cores: int | None
+    cpu_quota: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -791,12 +796,14 @@ def cluster_status_of(state: ClusterState, segment: SegmentStatus, more: tuple[s
     zygote = _zygote(state.supervisor_pid)
     processes = segment.participants if zygote is None else (*segment.participants, zygote)
     causes = (*_causes(state, segment, supervisor_state), *more)
+    starting = state.phase == "starting" and supervisor_state == "running" and segment.state != "closed"
+    share = _cpu_share(state.supervisor_pid)
     here = numerics(spec.dtype)
     # This command may run with other versions than the cluster was started with.
     same = f"{here.id:016x}" == segment.numerics_id
     return ClusterStatus(
         name=state.name,
-        health="degraded" if causes else "healthy",
+        health="starting" if starting else "degraded" if causes else "healthy",
         causes=causes,
         phase=state.phase,
         model=spec.model_name,
@@ -825,7 +832,16 @@ def cluster_status_of(state: ClusterState, segment: SegmentStatus, more: tuple[s
         counters=segment.counters,
         num_queued=segment.num_queued,
         max_queue=spec.max_queue,
+        num_cores=None if share is None else share.num_cores,
+        cpu_quota=None if share is None else share.quota,
     )
+
+
+def _cpu_share(pid: int) -> CpuShare | None:
+    try:
+        return cpu_share(pid)
+    except OSError:
+        return None
 
 
 def _all_bit_exact(participants: tuple[ParticipantStatus, ...]) -> bool | None:
@@ -838,8 +854,6 @@ def _all_bit_exact(participants: tuple[ParticipantStatus, ...]) -> bool | None:
 def _causes(state: ClusterState, segment: SegmentStatus, supervisor_state: str) -> list[str]:
     """What is not as it should be, the worst first."""
     causes = []
-    if state.phase == "starting":
-        causes.append("the cluster is still starting")
     if state.phase == "stopping" or segment.state == "closed":
         causes.append("the cluster is going down")
     if supervisor_state == "stopped":

@@ -39,9 +39,9 @@ from pdctl.core.child import MAX_QUICK_DEATHS, Child
 from pdctl.core.cluster import (
     ClusterLock,
     ClusterState,
+    advice,
     already_running,
     command,
-    private_directory,
     read_state,
     refuse_if_running,
     remove_stale,
@@ -54,6 +54,7 @@ from pdctl.core.faults import Faults
 from pdctl.core.inheritance import handed_over
 from pdctl.core.numerics import environment, numerics
 from pdctl.core.operations import DAEMONS, Operations
+from pdctl.core.private_files import private_directory
 from pdctl.core.process import (
     ProcessHandle,
     become_subreaper,
@@ -896,7 +897,7 @@ def main() -> None:
         die_with_parent(int(sys.argv[2]), signal.SIGTERM)
     become_subreaper()
     set_process_name("pdctl-supervisor")
-    look = "pdctl logs supervisor"
+    look, spec = None, None
     try:
         spec = ClusterSpec.from_json(sys.stdin.read())
         look = command("logs supervisor", spec.name, spec.state_dir)
@@ -909,7 +910,8 @@ def main() -> None:
         Supervisor(spec).run()
     except PdctlError as error:
         _log.error("%s", error.message)
-        emit(event="error", message=error.message, hint=error.hint, exit_code=error.exit_code)
+        hint = error.hint if spec is None else advice(error, spec.name, spec.state_dir)
+        emit(event="error", message=error.message, hint=hint, exit_code=error.exit_code)
         sys.exit(error.exit_code)
     except BaseException as error:
         _log.exception("supervisor")

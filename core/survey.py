@@ -21,6 +21,7 @@ from pdctl.core.cluster import (
     is_locked,
     list_clusters,
     read_state,
+    state_dir_of_segment,
     tidy,
 )
 from pdctl.transport.errors import AlreadyRunningError, PdctlError
@@ -99,7 +100,7 @@ def survey(state_dir: Path) -> list[ClusterSummary]:
             continue
         # This state directory has nothing of it: it runs elsewhere, or only its segment is left.
         if has_supervisor(segment):
-            elsewhere = _state_dir_in_use(segment)
+            elsewhere = state_dir_of_segment(segment)
             state = read_state(elsewhere, segment.cluster) if elsewhere else None
             found.append(_summary(segment.cluster, "foreign", elsewhere, state, [segment]))
         else:
@@ -142,16 +143,6 @@ def _summary(
         uptime_s=max(0.0, time.time() - state.started_unix_ns / 1e9),
         supervisor_pid=state.supervisor_pid,
     )
-
-
-def _state_dir_in_use(name: SegmentName) -> Path | None:
-    """Where a living cluster has its files, from its router's command line: `--spec DIR/NAME/spec.json`."""
-    with contextlib.suppress(PdctlError, OSError, ValueError, IndexError):
-        segment = take_snapshot(name).segment
-        pid = segment.participant_word(segment.slots(Role.ROUTER)[0], P.PID)
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")
-        return Path(words[words.index("--spec") + 1]).parent.parent
-    return None
 
 
 def _ready(name: SegmentName) -> dict[str, int] | None:

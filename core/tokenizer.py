@@ -46,7 +46,7 @@ class Tokenizer:
             inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise IncompatibleError(f"tokenizer of {path}: {reason}", hint="pdctl up with another --model") from error
+            raise IncompatibleError(f"tokenizer of {path}: {reason}", hint="another --model") from error
         return cls(inner)
 
     def __len__(self) -> int:

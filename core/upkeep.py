@@ -21,13 +21,12 @@ from pdctl.core.cluster import (
     ClusterLock,
     ClusterState,
     find_supervisor,
-    private_directory,
     spec_path,
     state_path,
-    write_private,
     write_state,
 )
 from pdctl.core.control import ControlServer
+from pdctl.core.private_files import private_directory, write_private
 from pdctl.transport.errors import PdctlError
 from pdctl.transport.names import cluster_dir, log_dir
 

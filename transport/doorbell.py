@@ -13,7 +13,7 @@ import socket
 import time
 from pathlib import Path
 
-from pdctl.transport.names import bell_path
+from pdctl.transport.names import bell_path, socket_address
 
 _MOST_RINGS = 1000
 _KEEP_S = 1.0
@@ -46,7 +46,8 @@ class Bell:
         try:
             for path in self._paths:
                 path.unlink(missing_ok=True)
-            bell.bind(str(first))
+            with socket_address(first) as address:
+                bell.bind(address)
             first.chmod(0o600)
             for other in others:
                 os.link(first, other)
@@ -113,7 +114,8 @@ class Bell:
     def ring(self, slot: int) -> None:
         """Wake the participant in `slot`. Never blocks, never fails: it will scan in a second anyway."""
         try:
-            self._socket.sendto(b"", socket.MSG_DONTWAIT, str(bell_path(self._run_dir, slot)))
+            with socket_address(bell_path(self._run_dir, slot)) as address:
+                self._socket.sendto(b"", socket.MSG_DONTWAIT, address)
         except OSError:
             pass
 

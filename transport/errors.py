@@ -40,10 +40,26 @@ class IncompatibleError(PdctlError):
     exit_code = 4
 
 
+class OtherSegmentError(IncompatibleError):
+    """A cluster's segment was made by another version, or for another model, than wants to work in it."""
+
+
 class CapacityError(PdctlError):
     """Memory, /dev/shm, disk or the pool is too small."""
 
     exit_code = 5
+
+
+class NoRoomError(CapacityError):
+    """A segment does not fit.
+
+    Attributes:
+        fitting_blocks: a pool of so many blocks would; 0: none would.
+    """
+
+    def __init__(self, message: str, *, fitting_blocks: int) -> None:
+        super().__init__(message)
+        self.fitting_blocks = fitting_blocks
 
 
 class DeadlineError(PdctlError):

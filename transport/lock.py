@@ -183,8 +183,7 @@ class MutationLock:
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"the segment's lock: process {self._words[H.LOCK_PID]} "
-                        f"(slot {self._words[H.LOCK_SLOT] - 1}) held it for {deadline_s} s",
-                        hint="pdctl status",
+                        f"(slot {self._words[H.LOCK_SLOT] - 1}) held it for {deadline_s} s"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -24,7 +24,13 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 
-from pdctl.transport.errors import CapacityError, CorruptSegmentError, IncompatibleError, NotFoundError
+from pdctl.transport.errors import (
+    CapacityError,
+    CorruptSegmentError,
+    NoRoomError,
+    NotFoundError,
+    OtherSegmentError,
+)
 from pdctl.transport.layout import (
     HEADER_WORDS,
     LAYOUT_VERSION,
@@ -39,6 +45,7 @@ from pdctl.transport.layout import (
     SegmentState,
 )
 from pdctl.transport.lock import FileLock, NoFileLock, OwnedFd
+from pdctl.transport.machine import memory_available, memory_limits, no_shm, shm_available
 from pdctl.transport.names import SHM_DIR, SegmentName
 
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
@@ -166,50 +173,31 @@ def anonymous(geometry: Geometry) -> Mapping:
 
 
 def available_bytes() -> tuple[int, str]:
-    """Bytes that a new segment may take, and what limits them: /dev/shm, memory or the cgroup."""
-    shm = os.statvfs(SHM_DIR)
-    limits = [(shm.f_bavail * shm.f_frsize, str(SHM_DIR))]
-    limits.append((_memory_available() - MEMORY_RESERVE_BYTES, "available memory"))
-    limits.extend(_cgroup_limits())
+    """Bytes that a new segment may take, and what limits them: /dev/shm, memory or the cgroup.
+
+    Raises:
+        CapacityError: there is no /dev/shm.
+    """
+    shm = shm_available()
+    limits = [] if shm is None else [(shm, str(SHM_DIR))]
+    limits.append((memory_available() - MEMORY_RESERVE_BYTES, "available memory"))
+    limits.extend((left - MEMORY_RESERVE_BYTES, what) for left, what in memory_limits())
     return min(limits)
 
 
-def _cgroup_limits() -> list[tuple[int, str]]:
-    """What is left of the memory limits of this process's cgroup and those above it (v2, else v1)."""
-    limits = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            root, maximum, current = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, maximum, current = (
-                Path("/sys/fs/cgroup/memory"),
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-        else:
-            continue
-        directory = root / group.lstrip("/")
-        while directory != root.parent:
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((directory / maximum).read_text())
-                left = limit - int((directory / current).read_text()) - MEMORY_RESERVE_BYTES
-                limits.append((left, f"the memory limit of cgroup {directory}"))
-            directory = directory.parent
-    return limits
-
-
 def check_room(geometry: Geometry) -> None:
-    """Raise CapacityError, naming wanted and available bytes, if the segment would not fit now."""
+    """Raise NoRoomError, naming wanted and available bytes, if the segment would not fit now.
+
+    Raises:
+        CapacityError: there is no /dev/shm.
+    """
     wanted = Layout(geometry).total_bytes
     available, limit = available_bytes()
     if wanted <= available:
         return
-    fitting = _fitting_blocks(geometry, int(available * 0.9))
-    hint = f"pdctl up --kv-blocks {fitting}" if fitting >= 2 else f"free memory, or enlarge {SHM_DIR}"
-    raise CapacityError(
+    raise NoRoomError(
         f"segment of {geometry.num_blocks} blocks: wants {wanted} bytes, {limit} has {max(0, available)} bytes",
-        hint=hint,
+        fitting_blocks=_fitting_blocks(geometry, int(available * 0.9)),
     )
 
 
@@ -232,11 +220,17 @@ def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_
     `Segment.attach` lets go of it.
 
     Raises:
-        CapacityError: it does not fit; nothing is left behind.
+        CapacityError: it does not fit, or there is no /dev/shm to make it in; nothing is left behind.
+        FileExistsError: there is a file of that name.
     """
     check_room(geometry)
     total = Layout(geometry).total_bytes
-    fd = os.open(name.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(name.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise no_shm(f"no file can be made there ({error.strerror})") from error
     mapping = None
     try:
         _lock_byte(fd, _F_OFD_SETLK, fcntl.F_WRLCK, 0)
@@ -245,12 +239,10 @@ def create(name: SegmentName, geometry: Geometry, *, fingerprint: int, numerics_
             for start in range(0, total, _ALLOCATE_STEP_BYTES):
                 os.posix_fallocate(fd, start, min(_ALLOCATE_STEP_BYTES, total - start))
         except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
             available, limit = available_bytes()
-            raise CapacityError(
-                f"segment {name}: wants {total} bytes, {limit} had less ({available} bytes are free now)",
-                hint="pdctl up --kv-gib 0.25",
+            raise NoRoomError(
+                f"segment {name}: wants {total} bytes: {error.strerror}; {limit} has {available} bytes now",
+                fitting_blocks=_fitting_blocks(geometry, int(available * 0.9)),
             ) from error
         mapping = Mapping(_map(fd, total, mmap.ACCESS_WRITE), fd, name.path, writable=True)
         format_header(mapping.words, geometry, fingerprint=fingerprint, numerics_id=numerics_id)
@@ -309,10 +301,7 @@ def check_header(words: memoryview, size_bytes: int, what: str) -> Geometry:
     if words[H.MAGIC] != MAGIC:
         raise CorruptSegmentError(f"{what}: not a pdctl segment (magic {words[H.MAGIC]:#x}, expected {MAGIC:#x})")
     if words[H.VERSION] != LAYOUT_VERSION:
-        raise IncompatibleError(
-            f"{what}: layout version {words[H.VERSION]} found, {LAYOUT_VERSION} expected",
-            hint="pdctl down && pdctl up",
-        )
+        raise OtherSegmentError(f"{what}: layout version {words[H.VERSION]} found, {LAYOUT_VERSION} expected")
     try:
         geometry = Geometry.from_words(words[H.GEOMETRY : H.GEOMETRY + NUM_GEOMETRY_WORDS].tolist())
         for field, number, most in zip(fields(Geometry), geometry.to_words(), MOST.to_words(), strict=True):
@@ -350,11 +339,17 @@ def open_segment(name: SegmentName | Path | int, *, writable: bool) -> tuple[Map
     try:
         fd = os.open(path, flags)
     except FileNotFoundError as error:
-        raise NotFoundError(f"segment {path}: not found", hint="pdctl status") from error
+        raise NotFoundError(f"segment {path}: not found") from error
     except OSError as error:
-        raise NotFoundError(f"segment {path}: {error.strerror}", hint="pdctl status") from error
+        raise NotFoundError(f"segment {path}: {error.strerror}") from error
     status = os.fstat(fd)
     size = status.st_size
+    if isinstance(name, SegmentName) and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        os.close(fd)
+        raise NotFoundError(
+            f"segment {path}: belongs to user {status.st_uid} with mode {status.st_mode & 0o777:04o}, "
+            f"expected {os.geteuid()} and 0600"
+        )
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise CorruptSegmentError(f"segment {path}: not a regular file")
@@ -372,20 +367,13 @@ def open_segment(name: SegmentName | Path | int, *, writable: bool) -> tuple[Map
 
 def check_copy_room(layout: Layout, what: str) -> None:
     """Raise CapacityError if there is no memory for a copy of the tables, and to look at it: a file may be a hole."""
-    wanted, available = _COPY_FACTOR * layout.meta_words * WORD, _memory_available()
+    wanted, available = _COPY_FACTOR * layout.meta_words * WORD, memory_available()
     if wanted > available:
         raise CapacityError(
             f"{what}: to look at a copy of its tables ({layout.meta_words * WORD} bytes) takes {wanted} bytes of "
             f"memory, {available} are available",
             hint="free memory",
         )
-
-
-def _memory_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
 
 
 def descriptor_of(pid: int, name: SegmentName) -> int | None:

@@ -6,9 +6,12 @@ Knows nothing of what is inside a segment.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +35,7 @@ def check_cluster(name: str) -> str:
         raise UsageError(
             f"cluster name {name!r}: expected 1 to 32 of a-z, 0-9, '_' and '-', "
             "beginning and ending with a letter or digit (and not 'logs')",
-            hint="pdctl up --name mine",
+            hint="--name mine",
         )
     return name
 
@@ -67,10 +70,21 @@ def parse_segment_name(text: str) -> SegmentName | None:
 
 
 def all_segments(uid: int | None = None) -> list[SegmentName]:
-    """All segments of a user (default: this one) that lie in /dev/shm, in use or not."""
+    """All segments of a user (default: this one) that lie in /dev/shm, in use or not.
+
+    None where there is no /dev/shm. Anybody may make a file there by a name that says it is ours: only one that
+    belongs to that user counts.
+    """
     uid = os.getuid() if uid is None else uid
-    names = (parse_segment_name(entry.name) for entry in SHM_DIR.iterdir())
-    return [name for name in names if name is not None and name.uid == uid]
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(SHM_DIR):
+            name = parse_segment_name(entry.name)
+            if name is not None and name.uid == uid:
+                with contextlib.suppress(OSError):  # it went meanwhile
+                    if entry.stat(follow_symlinks=False).st_uid == uid:
+                        found.append(name)
+    return found
 
 
 def segments_of(cluster: str, uid: int | None = None) -> list[SegmentName]:
@@ -79,12 +93,35 @@ def segments_of(cluster: str, uid: int | None = None) -> list[SegmentName]:
 
 
 def default_state_dir() -> Path:
-    """`$PDCTL_STATE_DIR`, else `$XDG_RUNTIME_DIR/pdctl`, else `/tmp/pdctl-<uid>`."""
+    """`$PDCTL_STATE_DIR`, else `.local/state/pdctl` in the home directory that the system has for this user.
+
+    Not $HOME and not $XDG_STATE_HOME or $XDG_RUNTIME_DIR: a login shell, cron and sudo set them differently, and
+    each would have clusters of its own. Not a runtime directory: it is removed when the user logs out.
+
+    Raises:
+        UsageError: there is no home directory.
+    """
     if given := os.environ.get("PDCTL_STATE_DIR"):
         return Path(given).absolute()
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "pdctl"
-    return Path(f"/tmp/pdctl-{os.getuid()}")
+    return home_dir() / ".local/state/pdctl"
+
+
+def home_dir() -> Path:
+    """The home directory of this user by the password database; where that does not know the user, $HOME.
+
+    Raises:
+        UsageError: neither says one.
+    """
+    try:
+        home = pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:  # a container that runs as some number
+        home = os.environ.get("HOME", "")
+    if not home.startswith("/"):
+        raise UsageError(
+            f"user {os.geteuid()} has no home directory: no place for the files of a cluster",
+            hint="set PDCTL_STATE_DIR or --state-dir to a directory of your own",
+        )
+    return Path(home)
 
 
 def cluster_dir(state_dir: Path, cluster: str) -> Path:
@@ -103,13 +140,21 @@ def control_path(run_dir: Path) -> Path:
     return run_dir / "control"
 
 
-def check_socket_room(state_dir: Path, cluster: str) -> None:
-    """Raise UsageError if a socket of this cluster would not fit in a socket address."""
-    run_dir = cluster_dir(state_dir, cluster)
-    longest = max((os.fsencode(path) for path in (bell_path(run_dir, 999), control_path(run_dir))), key=len)
-    if len(longest) > MAX_SOCKET_PATH_BYTES:
-        raise UsageError(
-            f"state directory {state_dir}: its sockets' paths would be {len(longest)} bytes long, "
-            f"the system allows {MAX_SOCKET_PATH_BYTES}",
-            hint=f"pdctl up --state-dir /tmp/pdctl-{os.getuid()}",
-        )
+@contextlib.contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """What to give to bind, connect or sendto for the socket `path`, however long it is.
+
+    A socket address has room for 107 bytes. A longer path goes through a descriptor of its directory, which the
+    kernel follows; the socket lies at `path` all the same.
+
+    Raises:
+        OSError: the directory of a long path cannot be opened.
+    """
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)

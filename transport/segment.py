@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from pdctl.transport import mapping as _mapping
-from pdctl.transport.errors import CapacityError, IncompatibleError, NotFoundError
+from pdctl.transport.errors import CapacityError, IncompatibleError, NotFoundError, OtherSegmentError
 from pdctl.transport.layout import PARTICIPANT_WORDS, DType, Geometry, H, Layout, P, SegmentState, VerifyKv
 from pdctl.transport.lock import MutationLock, Op
 from pdctl.transport.mapping import Mapping
@@ -130,7 +130,8 @@ class Segment:
 
         Raises:
             NotFoundError, CorruptSegmentError: see `mapping.open_segment`.
-            IncompatibleError: names the first field that differs, with both values.
+            OtherSegmentError: names the first field that differs, with both values.
+            IncompatibleError: it is another PID namespace's.
         """
         mapping, geometry = _mapping.open_segment(name, writable=True)
         segment = cls(mapping, geometry)
@@ -144,12 +145,12 @@ class Segment:
     def _check(self, expected: Expected | None) -> None:
         words = self.words
         if words[H.STATE] != SegmentState.OPEN:
-            raise NotFoundError("segment is closed", hint="pdctl up")
+            raise NotFoundError("segment is closed")
         here = Path("/proc/self/ns/pid").stat().st_ino
         if words[H.PID_NAMESPACE] != here:
             raise IncompatibleError(
                 f"segment: made in PID namespace {words[H.PID_NAMESPACE]}, this process is in {here}",
-                hint="run pdctl where the cluster runs",
+                hint="run it where the cluster runs",
             )
         if expected is None:
             return
@@ -173,9 +174,8 @@ class Segment:
         }
         for field, value in found.items():
             if value != wanted[field]:
-                raise IncompatibleError(
-                    f"cannot attach: the segment's {field} is {value}, this daemon's is {wanted[field]}",
-                    hint="pdctl down && pdctl up",
+                raise OtherSegmentError(
+                    f"cannot attach: the segment's {field} is {value}, this daemon's is {wanted[field]}"
                 )
 
     def attach(self, role: Role) -> Participant:

@@ -77,7 +77,7 @@ async def find_server(url: str, key: ApiKey | None, model: str | None) -> Server
                 raise IncompatibleError(f"{base}/v1/models: HTTP {response.status}, expected 200")
             entries = {entry["id"]: entry for entry in (await response.json(content_type=None))["data"]}
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise NotFoundError(f"{base}: nobody answers ({_reason(error)})", hint="pdctl status") from error
+        raise NotFoundError(f"{base}: nobody answers ({_reason(error)})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise IncompatibleError(f"{base}/v1/models: not an OpenAI-compatible server's answer") from error
     chosen = model or next(iter(entries), None)

@@ -111,7 +111,7 @@ class _Runner:
             for request in warmups:
                 warm = await self._ask(request, 0.0)
                 if warm.error is not None:
-                    raise PdctlError(f"{self._server.url}: the warm-up failed: {warm.error}", hint="pdctl status")
+                    raise PdctlError(f"{self._server.url}: the warm-up failed: {warm.error}")
             cpu_s = time.process_time()
             self._clock = Clock(began_ns=time.monotonic_ns())
             async with asyncio.TaskGroup() as tasks:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pdctl.core.config import usable_cores
+from pdctl.transport.machine import usable_cores
 
 # Instructions that decide how fast a matrix is multiplied here.
 _TELLING_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pdctl.cli import status as status_command
+from pdctl.cli.tables import status_view
 from pdctl.core import status as core_status
 from pdctl.core.status import SegmentStatus, cluster_status, cluster_status_of, describe, find_segment, look, to_dict
 from pdctl.transport.errors import CorruptSegmentError, IncompatibleError, NotFoundError
@@ -393,13 +397,26 @@ def test_a_stopped_daemon_is_not_ready(cluster: Cluster) -> None:
     ("changes", "words"),
     [
         ({"num_decode": 2}, "1 of 2 decode daemons are ready"),
-        ({"phase": "starting"}, "still starting"),
         ({"phase": "stopping"}, "going down"),
     ],
 )
 def test_causes(cluster: Cluster, changes: dict[str, Any], words: str) -> None:
     (cause,) = cluster_status_of(cluster.state(**changes), described(cluster)).causes
     assert words in cause
+
+
+def test_a_cluster_that_starts_is_not_degraded(cluster: Cluster) -> None:
+    """What is missing is shown, but it is no fault yet; a start whose supervisor is stopped or gone is one."""
+    cluster.prefill.me.put(P.STATE, ParticipantState.STARTING)
+    found = cluster_status_of(cluster.state(phase="starting"), described(cluster))
+    assert (found.health, found.causes) == ("starting", (f"no prefill is ready (pid {os.getpid()} is starting)",))
+    console = Console(width=100, file=io.StringIO())
+    console.print(status_view(found, 100))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "degraded" not in shown and "starting: no prefill is ready" in shown
+    gone = cluster.state(phase="starting", supervisor_pid=1 << 30)
+    assert cluster_status_of(gone, described(cluster)).health == "degraded"
+    assert status_command.EXIT_CODES == {"healthy": 0, "starting": 3, "degraded": 8}
 
 
 def test_a_drained_daemon_is_no_fault_unless_nobody_else_works(cluster: Cluster) -> None:
@@ -470,7 +487,8 @@ SEGMENT_KEYS = (
 CLUSTER_KEYS = (
     "schema name health causes phase model model_path dtype numerics numerics_id bit_exact attention linear "
     "url started_unix_ns uptime_s supervisor_pid supervisor_state wanted_prefill wanted_decode colocated "
-    "log_dir segment segment_bytes kv_bytes processes rows_by_state pool counters num_queued max_queue"
+    "log_dir segment segment_bytes kv_bytes processes rows_by_state pool counters num_queued max_queue "
+    "num_cores cpu_quota"
 )
 
 

@@ -19,8 +19,9 @@ import pytest
 from pdctl.core import supervisor as supervisor_module
 from pdctl.core import zygote
 from pdctl.core.child import MAX_QUICK_DEATHS, Child
-from pdctl.core.cluster import private_directory, read_state
+from pdctl.core.cluster import read_state
 from pdctl.core.config import ClusterSpec
+from pdctl.core.private_files import private_directory
 from pdctl.core.supervisor import Supervisor
 from pdctl.transport.errors import CapacityError, CorruptSegmentError
 from pdctl.transport.names import segments_of

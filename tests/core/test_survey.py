@@ -80,8 +80,8 @@ def test_a_cluster_of_another_state_directory_is_foreign_and_not_touched(cluster
     cluster.run()
     (found,) = survey.survey(tmp_path / "mine")
     assert (found.name, found.phase) == (cluster.name, "foreign")
-    # Its router is this process, whose command line names no directory.
-    assert (found.state_dir, found.url, found.wanted) == (None, None, None)
+    # Its supervisor is this process, which has its lock open there.
+    assert (found.state_dir, found.url) == (str(cluster.state_dir), "http://127.0.0.1:8000")
     assert collect(tmp_path / "mine", logs=True) == []
     assert cluster.path.exists()
     assert not (tmp_path / "mine").exists()
@@ -155,7 +155,9 @@ def test_a_directory_of_somebody_else_is_not_emptied(dead: Cluster) -> None:
 
 def test_ls_and_gc_for_people(dead: Cluster) -> None:
     listed = run(dead, "ls")
-    assert f"{dead.name} " in listed and "crashed" in listed and "pdctl gc" in listed
+    assert f"{dead.name} " in listed and "crashed" in listed
+    # Folded at 80 columns: the command, with this state directory, is one line of the note.
+    assert f"pdctl gc --state-dir {dead.state_dir} removes" in " ".join(listed.split())
     before = everything(dead)
     dry = run(dead, "gc", "--dry-run", "--logs")
     assert everything(dead) == before
@@ -173,7 +175,7 @@ def test_ls_of_a_running_cluster_fits_80_columns(cluster: Cluster) -> None:
     assert "http://127.0.0.1:8000" in lines[1] and "1P1/16D" in lines[1] and "1m05s" in lines[1]
     assert [line.rstrip() for line in lines] == lines
     wide = Console(width=110, file=io.StringIO())
-    wide.print(clusters_view(survey.survey(cluster.state_dir), wide.width))
+    wide.print(clusters_view(survey.survey(cluster.state_dir), wide.width, "pdctl gc"))
     assert "a-model-with-a-rather-long-name" not in lines[1]
     assert "a-model-with-a-rather-long-name" in wide.file.getvalue()  # type: ignore[attr-defined]
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from pdctl.core import cluster as clusters
-from pdctl.core.cluster import ClusterLock, ClusterState, read_state, write_private
+from pdctl.core.cluster import ClusterLock, ClusterState, read_state
 from pdctl.core.config import ClusterSpec, check_scale
 from pdctl.core.control import ControlServer
 from pdctl.core.faults import Faults
+from pdctl.core.private_files import write_private
 from pdctl.core.upkeep import Upkeep
 from pdctl.transport.errors import CapacityError
 from pdctl.transport.names import control_path

@@ -20,9 +20,11 @@ from pdctl.transport.names import bell_path
 FAR_AWAY_S = 30.0
 
 
-@pytest.fixture
-def bells(tmp_path: Path) -> Iterator[tuple[Bell, Bell]]:
-    made = (Bell(tmp_path, 0), Bell(tmp_path, 1))
+@pytest.fixture(params=["short", "longer than a socket's address"])
+def bells(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Bell, Bell]]:
+    directory = tmp_path if request.param == "short" else tmp_path / ("d" * 150)
+    directory.mkdir(exist_ok=True)
+    made = (Bell(directory, 0), Bell(directory, 1))
     yield made
     for bell in made:
         bell.close()
@@ -143,7 +145,8 @@ def test_a_process_with_two_places_has_one_bell(tmp_path: Path) -> None:
 
 
 def test_only_we_may_ring(bells: tuple[Bell, Bell], tmp_path: Path) -> None:
-    assert stat.S_IMODE(bell_path(tmp_path, 0).stat().st_mode) == 0o600
+    found = [path for path in tmp_path.rglob("bell-*") if path.is_socket()]
+    assert len(found) == 2 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in found)
 
 
 def test_a_bell_can_be_watched_with_other_descriptors(bells: tuple[Bell, Bell]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pdctl.transport import mapping as mapping_module
-from pdctl.transport.errors import CapacityError, CorruptSegmentError, IncompatibleError, NotFoundError
+from pdctl.transport.errors import CapacityError, CorruptSegmentError, IncompatibleError, NoRoomError, NotFoundError
 from pdctl.transport.layout import LAYOUT_VERSION, MAGIC, WORD, DType, H, Layout, P, SegmentState
 from pdctl.transport.mapping import check_room, open_segment, unlink_if_orphaned
 from pdctl.transport.names import SegmentName
@@ -485,13 +485,12 @@ try:
     Segment.create(name, g, fingerprint=0, numerics_id=0)
 except CapacityError as error:
     print(error.message)
-    print(error.hint)
     assert str(Layout(g).total_bytes) in error.message, error.message
     assert list(SHM_DIR.iterdir()) == []
     if {patch}:
         sys.exit()
     assert str(available_bytes()[0]) in error.message and available_bytes()[1] == "/dev/shm", error.message
-    advised = int(re.fullmatch(r"pdctl up --kv-blocks (\\d+)", error.hint)[1])
+    advised = error.fitting_blocks
     assert advised > 10, advised
     segment = Segment.create(name, replace(g, num_blocks=advised), fingerprint=0, numerics_id=0)
     view = segment.mapping.memory
@@ -528,15 +527,17 @@ def test_room_taken_meanwhile_is_an_error_before_any_store() -> None:
 def test_room_for_tables_alone_is_missing(kit: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """No number of blocks helps: the advice must not be one."""
     monkeypatch.setattr(mapping_module, "available_bytes", lambda: (1 << 20, "the moon"))
-    with pytest.raises(CapacityError, match=r"the moon has 1048576 bytes") as caught:
+    with pytest.raises(NoRoomError, match=r"the moon has 1048576 bytes") as caught:
         check_room(kit.geometry())
-    assert "--kv-blocks" not in (caught.value.hint or "")
+    assert caught.value.fitting_blocks == 0
 
 
 def test_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping_module, "_cgroup_limits", lambda: [(5, "cgroup x"), (-7, "cgroup y")])
+    reserve = mapping_module.MEMORY_RESERVE_BYTES
+    limits = [(reserve + 5, "cgroup x"), (reserve - 7, "cgroup y")]
+    monkeypatch.setattr(mapping_module, "memory_limits", lambda: limits)
     assert mapping_module.available_bytes() == (-7, "cgroup y")
-    monkeypatch.setattr(mapping_module, "_cgroup_limits", list)
+    monkeypatch.setattr(mapping_module, "memory_limits", list)
     available, limit = mapping_module.available_bytes()
     assert available > 0
     assert limit in ("/dev/shm", "available memory")

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,15 +15,15 @@ from pdctl.transport.errors import UsageError
 from pdctl.transport.names import (
     MAX_SOCKET_PATH_BYTES,
     SegmentName,
-    bell_path,
+    all_segments,
     check_cluster,
-    check_socket_room,
     cluster_dir,
     default_state_dir,
     log_dir,
     new_segment_name,
     parse_segment_name,
     segments_of,
+    socket_address,
 )
 
 GOOD = ["a", "0", "default", "a-b", "a_b", "x" * 32, "9lives", "a--b"]
@@ -90,43 +92,95 @@ def test_what_parses_is_built_back_to_the_same_file(text: str) -> None:
 
 def test_segments_of_finds_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "SHM_DIR", tmp_path)
+    me = os.getuid()
     for text in (
-        "pdctl-5-a-000000000001",
-        "pdctl-5-a-000000000002",
-        "pdctl-5-b-000000000003",
-        "pdctl-6-a-000000000004",
-        "pdctl-5-a-b-000000000005",
+        f"pdctl-{me}-a-000000000001",
+        f"pdctl-{me}-a-000000000002",
+        f"pdctl-{me}-b-000000000003",
+        f"pdctl-{me + 1}-a-000000000004",
+        f"pdctl-{me}-a-b-000000000005",
         "other",
     ):
         (tmp_path / text).touch()
-    assert sorted(str(found) for found in segments_of("a", uid=5)) == [
-        "pdctl-5-a-000000000001",
-        "pdctl-5-a-000000000002",
+    assert sorted(str(found) for found in segments_of("a")) == [
+        f"pdctl-{me}-a-000000000001",
+        f"pdctl-{me}-a-000000000002",
     ]
-    assert segments_of("a-b", uid=5) == [SegmentName(uid=5, cluster="a-b", nonce="000000000005")]
-    assert segments_of("none", uid=5) == []
+    assert segments_of("a-b") == [SegmentName(uid=me, cluster="a-b", nonce="000000000005")]
+    assert segments_of("none") == []
 
 
-def test_state_dir_flag_then_runtime_dir_then_tmp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segments_name_does_not_make_it_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/shm is open to all: anybody may make a file that is named after another user, and only its owner tells."""
+    monkeypatch.setattr(names, "SHM_DIR", tmp_path)
+    (tmp_path / f"pdctl-{os.getuid()}-a-000000000001").touch()
+    (tmp_path / f"pdctl-{os.getuid() + 1}-a-000000000002").touch()
+    assert [str(one) for one in all_segments()] == [f"pdctl-{os.getuid()}-a-000000000001"]
+    assert all_segments(os.getuid() + 1) == []
+
+
+def test_where_there_is_no_shared_memory_there_are_no_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "SHM_DIR", tmp_path / "none")
+    assert all_segments() == segments_of("a") == []
+
+
+def test_the_state_directory_is_the_same_from_every_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login shell, cron and sudo differ in all of these; a runtime directory is gone after log-out."""
     monkeypatch.setenv("PDCTL_STATE_DIR", "/given")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/5")
     assert default_state_dir() == Path("/given")
-    monkeypatch.setenv("PDCTL_STATE_DIR", "")
-    assert default_state_dir() == Path("/run/user/5/pdctl")
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert default_state_dir() == Path(f"/tmp/pdctl-{os.getuid()}")
+    home = Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    for own in ("", None):
+        for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "HOME", "TMPDIR", "USER", "LOGNAME", "SUDO_UID"):
+            for value in ("/run/user/5", None):
+                with monkeypatch.context() as shell:
+                    shell.setenv("PDCTL_STATE_DIR", "")
+                    if own is None:
+                        shell.delenv("PDCTL_STATE_DIR")
+                    if value is None:
+                        shell.delenv(name, raising=False)
+                    else:
+                        shell.setenv(name, value)
+                    assert default_state_dir() == home / ".local/state/pdctl"
 
 
-def test_sockets_that_do_not_fit_are_refused_with_the_numbers() -> None:
-    room = MAX_SOCKET_PATH_BYTES - len(os.fsencode(bell_path(cluster_dir(Path("/"), "a"), 999)))
-    check_socket_room(Path("/" + "d" * (room - 1)), "a")
-    with pytest.raises(UsageError) as caught:
-        check_socket_room(Path("/" + "d" * room), "a")
-    assert "108 bytes" in caught.value.message
-    assert "107" in caught.value.message
-    assert "--state-dir" in (caught.value.hint or "")
+def test_a_user_without_an_entry_has_the_home_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(names.pwd, "getpwuid", unknown)
+    monkeypatch.delenv("PDCTL_STATE_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/home/five")
+    assert default_state_dir() == Path("/home/five/.local/state/pdctl")
+    for home in ("", "relative"):
+        monkeypatch.setenv("HOME", home)
+        with pytest.raises(UsageError, match="no home directory") as caught:
+            default_state_dir()
+        assert "PDCTL_STATE_DIR" in (caught.value.hint or "")
 
 
-def test_socket_room_counts_bytes_not_characters() -> None:
-    with pytest.raises(UsageError):
-        check_socket_room(Path("/" + "é" * 50), "a")
+@pytest.mark.parametrize("length", [1, MAX_SOCKET_PATH_BYTES, MAX_SOCKET_PATH_BYTES + 1, 2000])
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM])
+def test_a_socket_may_have_any_path(tmp_path: Path, length: int, kind: socket.SocketKind) -> None:
+    """Long home directories, long names: an address has 107 bytes, a path 4,095. The socket lies at its path."""
+    directory = tmp_path
+    while (room := length - len(os.fsencode(directory / "x" / "control"))) > 200:
+        directory = directory / ("é" * 50)
+    directory = directory / ("d" * max(1, room + 1))
+    directory.mkdir(parents=True)
+    path = directory / "control"
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with socket.socket(socket.AF_UNIX, kind) as server, socket.socket(socket.AF_UNIX, kind) as client:
+        with socket_address(path) as address:
+            server.bind(address)
+        assert path.is_socket()
+        if kind is socket.SOCK_STREAM:
+            server.listen()
+        with socket_address(path) as address:
+            client.connect(address)
+        client.send(b"x")
+        receiver = server if kind is socket.SOCK_DGRAM else server.accept()[0]
+        assert receiver.recv(1) == b"x"
+        receiver.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
