@@ -265,9 +265,7 @@ def main() -> None:
         Segment.open(name, expected=spec.expected).close()
         serve(spec, name, given.kind, given.index, load_model(spec))
     except PdctlError as error:
-        sys.stderr.write(f"error: {error.message}\n")
-        if error.hint is not None:
-            sys.stderr.write(f"next: {error.hint}\n")
+        sys.stderr.write(f"error: {error.message}{f' ({error.hint})' if error.hint else ''}\n")
         sys.exit(error.exit_code)
 
 

@@ -127,8 +127,9 @@ def load(
     AttentionInterface.register(_NAME, attention.attention_function)
     AttentionMaskInterface.register(_NAME, attention.no_mask)
     dtype = getattr(torch, numerics.dtype)
+    # Before, for the better message of the two; after, because only then nothing can have changed meanwhile.
+    check_config(path, files)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    # After it was read: had it been changed before, it would be another now as well.
     check_config(path, files)
     module, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,

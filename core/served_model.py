@@ -43,7 +43,7 @@ def load_tokenizer(spec: ClusterSpec) -> Tokenizer:
     from pdctl.core.tokenizer import Tokenizer
 
     with _with_remedy(spec):
-        # Before, for the better message of the two; after, because only then nothing can have changed meanwhile.
+        # Twice: see `model.load`.
         check_tokenizer(spec.model_path, spec.model_files)
         tokenizer = Tokenizer.load(spec.model_path)
         check_tokenizer(spec.model_path, spec.model_files)

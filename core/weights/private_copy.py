@@ -19,7 +19,7 @@ from typing import IO, Final
 import torch
 from torch import Tensor
 
-from pdctl.core.checkpoint import StoredTensor, opened, parse_header, read_tensors, weight_files
+from pdctl.core.checkpoint import StoredTensor, exists, opened, parse_header, read_tensors, weight_files
 from pdctl.core.weights.fingerprint import ModelFile, changed, check_same, expected_of, is_weights
 from pdctl.transport.errors import IncompatibleError
 
@@ -60,6 +60,8 @@ def read_weights(path: Path, dtype: torch.dtype, expected: Sequence[ModelFile] =
 
 def _read_file(path: Path, name: str, expected: ModelFile | None) -> Iterator[tuple[str, Tensor]]:
     file = path / name
+    if expected is not None and not exists(file):
+        raise changed(file, "it is gone")
     with opened(file) as stream, _digest_of(expected) as digest:
         size_bytes = os.fstat(stream.fileno()).st_size
         if expected is not None and size_bytes != expected.num_bytes:

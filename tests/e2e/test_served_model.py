@@ -127,7 +127,7 @@ def test_the_files_are_changed_in_every_way_under_a_running_cluster(
     )
     assert done.returncode == 4, done
     assert f"{weights} is not as it was" in done.stderr
-    assert "next: put the file back" in done.stderr
+    assert "(put the file back; or serve what is there now: pdctl down" in done.stderr
 
     # So does a router that has to start again beside another tokenizer or template.
     changed = {**json.loads(whole_tokenizer), "eos_token": "<s>"}
