@@ -1,8 +1,9 @@
 """The HTTP interface: OpenAI's completions and chat completions, models, health.
 
 Every number and string of a client is checked here, before anything of it reaches a row; every refusal is an
-OpenAI error object that names the field as the client sent it. Knows tokens only through `Tokenizer` and rows
-only through `RowClient`; started by router.py, run by tests without a server.
+OpenAI error object that names the field as the client sent it. What takes more than some milliseconds to check and
+tokenize is read in another process (server/reader.py), by the same code. Knows tokens only through `Tokenizer` and
+rows only through `RowClient`; started by router.py, run by tests without a server.
 """
 
 from __future__ import annotations
@@ -362,8 +363,8 @@ def _decode(body: bytearray) -> dict[str, Any]:
 def _validate(schema: type[_Request], value: dict[str, Any]) -> _Request:
     known = schema.model_fields.keys()
     if len(value) > len(known) + _MAX_UNKNOWN_FIELDS:
-        unknown = [name for name in value if name not in known]
-        value = {name: value[name] for name in value.keys() - unknown[_MAX_UNKNOWN_FIELDS:]}
+        dropped = set([name for name in value if name not in known][_MAX_UNKNOWN_FIELDS:])
+        value = {name: field for name, field in value.items() if name not in dropped}
     try:
         return schema.model_validate(value)
     except ValidationError as error:
