@@ -81,9 +81,12 @@ def main() -> None:
     try:
         try:
             app()
-        finally:
-            # Here, where an error still has an exit code; at the interpreter's end it has none of ours.
-            sys.stdout.flush()
+        except SystemExit as ended:
+            # Flushed here, where an error still has an exit code of ours; at the interpreter's end it has not. But
+            # where the command has failed already, that counts.
+            if not ended.code:
+                sys.stdout.flush()
+            _exit(ended.code)
     except PdctlError as error:
         complain(f"pdctl: {error.message}")
         if hint := hint_of(error):
@@ -102,7 +105,7 @@ def main() -> None:
         _exit(1)
 
 
-def _exit(code: int) -> None:
+def _exit(code: str | int | None) -> None:
     """End with this code, even if what is still buffered has nowhere to go."""
     _drop_output()
     sys.exit(code)

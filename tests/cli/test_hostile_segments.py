@@ -143,10 +143,10 @@ def test_a_hole_as_large_as_its_header_says_is_not_copied(
     spoilt: Copy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Files may claim any size without having it."""
-    monkeypatch.setattr(mapping, "_memory_available", lambda: 3 * spoilt.layout.meta_words * WORD - 1)
+    monkeypatch.setattr(mapping, "memory_available", lambda: 3 * spoilt.layout.meta_words * WORD - 1)
     with pytest.raises(CapacityError, match=str(spoilt.path)):
         take_snapshot(spoilt.path)
-    monkeypatch.setattr(mapping, "_memory_available", lambda: 3 * spoilt.layout.meta_words * WORD)
+    monkeypatch.setattr(mapping, "memory_available", lambda: 3 * spoilt.layout.meta_words * WORD)
     assert verify(take_snapshot(spoilt.path).segment) == []
 
 
