@@ -221,7 +221,7 @@ def test_a_model_that_is_served_is_not_removed(
         path.mkdir(parents=True)
     (tmp_path / "link").symlink_to(served)
     cluster.run(cluster.state(model_path=tmp_path / "link"))
-    monkeypatch.setattr(survey, "_state_dir_in_use", lambda name: cluster.state_dir)
+    monkeypatch.setattr(survey, "state_dir_of_segment", lambda name: cluster.state_dir)
     directory = tmp_path / "mine" if elsewhere else cluster.state_dir
     refused = CliRunner().invoke(app, ["models", "rm", "served", "--state-dir", str(directory)])
     error = refused.exception
