@@ -35,7 +35,7 @@ from enum import IntEnum
 from functools import cached_property
 
 MAGIC = int.from_bytes(b"pdctlKV1", "little")
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 WORD = 8
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -204,7 +204,7 @@ class R(IntEnum):
     ADOPTIONS = 30
     # wishes, written by others
     CANCEL = 32
-    PREEMPT = 33
+    PREEMPT = 33  # the generation that is meant
     # tokens of the row (the prompt's too) whose log-probabilities the router has copied out
     READ_TOKENS = 34
     # sampling

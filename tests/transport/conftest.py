@@ -299,7 +299,7 @@ class Member:
         if self.rows.get(row, R.CANCEL):
             self.rows.end_cancelled(row, actor)
             return True
-        if actor is Actor.DECODE and self.rows.get(row, R.PREEMPT):
+        if actor is Actor.DECODE and self.rows.is_to_be_preempted(row):
             return self.rows.preempt(row, actor)
         return False
 
