@@ -8,10 +8,10 @@ dead: a chunk beside busy neighbours may take a hundred times as long. Whoever j
 itself, and judges nobody.
 
 No flag and no prompt makes a tick long: it is a layer of at most 256 tokens, 16 million scores of its attention (or
-those of one token), or the logits of at most --max-batch tokens. What a layer takes here the daemon measures before it
-owns a row, on 26 tokens. A token costs less the more of them share a matrix, so 256 take at most ten times as long;
-_TICKS allows a hundred, which leaves ten times as much for the logits. For the scores CPU_S is enough on any core
-that computes 0.6 GFLOP/s (they are 17 GFLOP with heads of 256 numbers).
+those of one token), or the logits of at most --max-batch tokens. What a layer takes here the daemon measures before
+it owns a row, on 26 tokens. A token costs less the more of them share a matrix, so 256 take at most ten times as
+long; _TICKS allows a hundred, which leaves ten times as much for the logits. For the scores CPU_S is enough on any
+core that computes 0.6 GFLOP/s (they are 17 GFLOP with heads of 256 numbers).
 
 Decides only; supervisor.py looks and kills.
 """
