@@ -42,6 +42,10 @@ _POPULATE_STEP_BYTES = 32 << 20
 _PREFILL_NICENESS = 5
 
 
+class _StoppedMidway(Exception):  # noqa: N818  (not an error)
+    """Raised inside a forward to end it: nothing of it is committed, and its rows can be put back."""
+
+
 class Daemon:
     """One daemon process, from attach to the last step.
 
@@ -113,7 +117,11 @@ class Daemon:
                 self._bell.wait(_SCAN_S)
                 continue
             self._ticked_ns = time.thread_time_ns()
-            if self._engine.step():
+            try:
+                worked = self._engine.step()
+            except _StoppedMidway:
+                break
+            if worked:
                 collected = False
                 continue
             if self._bell.wait(_SCAN_S):
@@ -144,12 +152,15 @@ class Daemon:
         """A part of a forward is done: progress, however long the whole takes.
 
         How long one may take is measured by those before, in this thread's CPU time: it has its share of all work.
+        Told to stop, we do not compute a long chunk to its end: whoever waits for us would kill us first.
         """
         me, now_ns = self._places[0][1], time.thread_time_ns()
         me.add(P.TICKS, 1)
         if now_ns - self._ticked_ns > me.get(P.LONGEST_TICK_NS):
             self._put(P.LONGEST_TICK_NS, now_ns - self._ticked_ns)
         self._ticked_ns = now_ns
+        if self._stopping and me.get(P.READY_NS):
+            raise _StoppedMidway
 
     def _follow_drain_wish(self) -> bool:
         """Whether we are to stand idle. Our rows are put back, for our peers, before we say that we do."""

@@ -558,3 +558,37 @@ def test_no_tick_is_more_than_a_layer_of_a_slice_or_a_part_of_its_attention(
     Cluster(model, tiny_dir, chunk=1 << 16).ask(prompt_of(400), 2)
     assert max(sizes) <= 1 << 14
     assert len(sizes) > 30
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_forward_that_is_ended_midway_leaves_rows_that_go_on_with_another(
+    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, colocated: bool
+) -> None:
+    """A daemon that is told to stop ends its forward at the next tick: as if it had not begun it."""
+    prompts = [prompt_of(length, seed=4) for length in (90, 20)]
+    alone = [Cluster(model, tiny_dir).ask(prompt, 12) for prompt in prompts]
+    cluster = Cluster(model, tiny_dir, colocated=colocated)
+    handles = [cluster.submit(prompt, 12) for prompt in prompts]
+    rows = cluster.segment.rows
+    ticks = 0
+
+    def stop_at_times() -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks % 13 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "on_tick", stop_at_times)
+    engines = [cluster.colocated] if cluster.colocated is not None else [cluster.prefill, cluster.decode]
+    stops = 0
+    for _ in range(400):
+        for engine in engines:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                engine.release()
+                stops += 1
+                assert all(rows.get(row, R.ATTEMPTS) == 0 for row, _ in handles)
+    assert stops > 3
+    for one, prompt, expected in zip(handles, prompts, alone, strict=True):
+        assert cluster.take(*one, len(prompt)) == expected

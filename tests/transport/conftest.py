@@ -439,7 +439,8 @@ class World:
                 self._take_blocks(others.pop())
 
     def _take_blocks(self, row: int) -> None:
-        self.decode.rows.preempt(row, Actor.DECODE)
+        rows = self.decode.rows
+        rows.preempt_waiting(row, rows.get(row, R.GENERATION), Actor.DECODE)
 
     def close(self) -> None:
         self.mapping.close()
