@@ -15,6 +15,7 @@ This form gathers a row's blocks into contiguous memory before it multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ from pdctl.transport.errors import IncompatibleError
 RANGE_TOKENS = 128
 # Fewer query rows than this and the matrix kernels add in another order (see numerics.py).
 MIN_QUERY_ROWS = 4
+# Scores of one part of a chunk's attention: what is done between two ticks, and in memory at once (64 MiB).
+_PART_SCORES = 1 << 24
+# Keys that one part of a decode batch gathers. Rows of one length share it; a long one does not widen all others.
+_PART_KEYS = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +54,14 @@ class PagedKV:
 
     Attributes:
         pages: [num_blocks, layers, 2, kv_heads, block_tokens, head_dim] over the shared memory itself.
+
+    Args:
+        tick: called whenever a layer's attention, or a part of it of bounded size, is done.
     """
 
-    def __init__(self, pages: Tensor) -> None:
+    def __init__(self, pages: Tensor, tick: Callable[[], None]) -> None:
         self.pages = pages
+        self._tick = tick
         self.block_tokens = pages.shape[4]
         self._single: list[tuple[int, TokenRun]] = []
         self._several: list[tuple[int, TokenRun]] = []
@@ -108,10 +117,11 @@ class PagedKV:
         if view is None:
             view = self._views[window] = _View(self._single, self._several, self.block_tokens, window)
         out = torch.zeros(query.shape, dtype=torch.float32)
-        if view.decode is not None:
-            out[view.decode.tokens] = view.decode.attend(keys, values, query, scale, softcap)
+        for decode in view.decode:
+            out[decode.tokens] = decode.attend(keys, values, query, scale, softcap)
+            self._tick()
         for chunk in view.chunks:
-            out[chunk.at : chunk.at + chunk.length] = chunk.attend(keys, values, query, scale, softcap)
+            out[chunk.at : chunk.at + chunk.length] = chunk.attend(keys, values, query, scale, softcap, self._tick)
         return out.to(query.dtype)
 
 
@@ -125,7 +135,7 @@ class _View:
         block_tokens: int,
         window: int | None,
     ) -> None:
-        self.decode = _DecodeRuns(single, block_tokens, window) if single else None
+        self.decode = [_DecodeRuns(part, block_tokens, window) for part in _parts_of_batch(single)]
         self.chunks = [_Chunk(at, run, block_tokens, window) for at, run in several]
 
 
@@ -145,22 +155,54 @@ class _Chunk:
         # [1, ranges, queries, keys]: True where the query may not look.
         self._hidden = _hidden(positions.view(1, -1, 1, RANGE_TOKENS), queries.view(1, 1, -1, 1), window)
 
-    def attend(self, keys: Tensor, values: Tensor, query: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def attend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        query: Tensor,
+        scale: float,
+        softcap: float | None,
+        tick: Callable[[], None],
+    ) -> Tensor:
         _, kv_heads, _, dim = keys.shape
         heads, length = query.shape[1], self.length
-        group = heads // kv_heads
         k = keys[self._table].transpose(0, 1).reshape(kv_heads, -1, RANGE_TOKENS, dim).float()
         v = values[self._table].transpose(0, 1).reshape(kv_heads, -1, dim).float()
         v[:, self._num_keys :] = 0
         v = v.view(kv_heads, -1, RANGE_TOKENS, dim)
-        q = query[self.at : self.at + length].float() * scale
-        q = q.view(length, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * length, dim)
-        hidden = self._hidden.repeat(1, 1, group, 1)
-        if (missing := MIN_QUERY_ROWS - group * length) > 0:
-            q = torch.nn.functional.pad(q, (0, 0, 0, missing))
-            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
-        out = _attend(q, k, v, hidden, softcap)[:, : group * length]
-        return out.view(kv_heads, group, length, dim).permute(2, 0, 1, 3).reshape(length, heads, dim)
+        num_keys = k.shape[1] * RANGE_TOKENS
+        size = max(1, _PART_SCORES // (heads * num_keys))
+        parts = []
+        for first in range(0, length, size):
+            q = query[self.at + first : self.at + min(first + size, length)].float() * scale
+            parts.append(_attend_chunk(q, k, v, self._hidden[:, :, first : first + size], softcap))
+            tick()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, softcap: float | None) -> Tensor:
+    """Some queries of one row: q and the result are [queries, heads, head_dim]; the rest as in `_attend`."""
+    length, heads, dim = q.shape
+    kv_heads = k.shape[0]
+    group = heads // kv_heads
+    q = q.view(length, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * length, dim)
+    hidden = hidden.repeat(1, 1, group, 1)
+    if (missing := MIN_QUERY_ROWS - group * length) > 0:
+        q = torch.nn.functional.pad(q, (0, 0, 0, missing))
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
+    out = _attend(q, k, v, hidden, softcap)[:, : group * length]
+    return out.view(kv_heads, group, length, dim).permute(2, 0, 1, 3).reshape(length, heads, dim)
+
+
+def _parts_of_batch(single: list[tuple[int, TokenRun]]) -> list[list[tuple[int, TokenRun]]]:
+    """Rows of a decode batch in parts, shortest first: each gathers at most _PART_KEYS keys, or is one row."""
+    parts: list[list[tuple[int, TokenRun]]] = []
+    for one in sorted(single, key=lambda pair: pair[1].start):
+        width = _num_ranges(one[1].start + 1) * RANGE_TOKENS
+        if not parts or (len(parts[-1]) + 1) * width > _PART_KEYS:
+            parts.append([])
+        parts[-1].append(one)
+    return parts
 
 
 class _DecodeRuns:

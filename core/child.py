@@ -44,7 +44,7 @@ class Child:
         asked: the zygote was asked for it and has not answered.
         kill_at: when it is killed if it has not ended; None: nobody asked it to end.
         wanted: False: forgotten when it ends.
-        proof_ns: how long its proof of the numerics took; None: it has not proved that it is bit-exact.
+        proof_ns: the longest tick of its proof of the numerics; None: it has not proved that it is bit-exact.
         verdict: why it was killed as hung; None: it was not.
         drain: it is to stand idle, in this and any later process of its name.
         log_size: of its log file before this start: what it says about its death comes after.

@@ -56,8 +56,8 @@ class ColocatedEngine:
             self.decode.commit(decode, None if logits is None else logits[:num_decoded])
         if prefill is not None:
             self.prefill.commit(prefill)
-            if logits is not None and prefill.handed_over:
-                self.decode.begin(prefill.handed_over, logits[num_decoded:])
+            if logits is not None and prefill.last_parts:
+                self.decode.begin(prefill.last_parts, logits[num_decoded:])
         return True
 
     def release(self) -> None:

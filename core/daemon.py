@@ -43,6 +43,10 @@ _POPULATE_STEP_BYTES = 32 << 20
 _PREFILL_NICENESS = 5
 
 
+class _StoppedMidway(Exception):  # noqa: N818  (not an error)
+    """Raised inside a forward to end it: nothing of it is committed, and its rows can be put back."""
+
+
 class Daemon:
     """One daemon process, from attach to the last step.
 
@@ -69,6 +73,8 @@ class Daemon:
         self._put(P.THREADS, torch.get_num_threads())
         self._pages = map_pages(self._segment)
         self._model = model
+        self._ticked_ns = 0
+        model.on_tick = self._tick
         model.use_pages(self._pages)
         self._engine = self._make_engine(kind, spec)
 
@@ -89,7 +95,8 @@ class Daemon:
         """Serve until SIGTERM, or until the segment is closed.
 
         Args:
-            proof_ns: how long it took another process of this image and kind to prove the numerics; None: none has.
+            proof_ns: the longest tick of another process of this image and kind, which proved the numerics; None:
+                none has.
         """
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,9 +119,12 @@ class Daemon:
             if self._follow_drain_wish():
                 self._bell.wait(_SCAN_S)
                 continue
-            began_ns = time.monotonic_ns()
-            if self._engine.step():
-                self._note_step(began_ns)
+            self._ticked_ns = time.thread_time_ns()
+            try:
+                worked = self._engine.step()
+            except _StoppedMidway:
+                break
+            if worked:
                 collected = False
                 continue
             if self._bell.wait(_SCAN_S):
@@ -132,21 +142,28 @@ class Daemon:
     def _prove_numerics(self, proof_ns: int | None) -> None:
         if proof_ns is not None:
             # A restart must not cost more than it has to: rows wait.
-            self._put(P.LONGEST_STEP_NS, proof_ns)
+            self._put(P.LONGEST_TICK_NS, proof_ns)
             self._put(P.BIT_EXACT, 2)
             return
-        began_ns = time.monotonic_ns()
+        self._ticked_ns = time.thread_time_ns()
         exact = numerics_hold(self._model)
-        self._note_step(began_ns)
         self._put(P.BIT_EXACT, 1 + exact)
         if not exact:
             _log.warning("numerics: batch size or chunking changes bits here; answers are exact up to ties")
 
-    def _note_step(self, began_ns: int) -> None:
-        """How long a step may take is measured by those before it."""
-        took_ns = time.monotonic_ns() - began_ns
-        if took_ns > self._places[0][1].get(P.LONGEST_STEP_NS):
-            self._put(P.LONGEST_STEP_NS, took_ns)
+    def _tick(self) -> None:
+        """A part of a forward is done: progress, however long the whole takes.
+
+        How long one may take is measured by those before, in this thread's CPU time: it has its share of all work.
+        Told to stop, we do not compute a long chunk to its end: whoever waits for us would kill us first.
+        """
+        me, now_ns = self._places[0][1], time.thread_time_ns()
+        me.add(P.TICKS, 1)
+        if now_ns - self._ticked_ns > me.get(P.LONGEST_TICK_NS):
+            self._put(P.LONGEST_TICK_NS, now_ns - self._ticked_ns)
+        self._ticked_ns = now_ns
+        if self._stopping and me.get(P.READY_NS):
+            raise _StoppedMidway
 
     def _follow_drain_wish(self) -> bool:
         """Whether we are to stand idle. Our rows are put back, for our peers, before we say that we do."""

@@ -25,7 +25,7 @@ from pdctl.core.sampler import RowSampler, token_logprobs
 from pdctl.core.wake import Wake
 from pdctl.core.work import Work
 from pdctl.transport.layout import P, R
-from pdctl.transport.rows import Actor, FinishReason, RowState
+from pdctl.transport.rows import Actor, Claim, FinishReason, RowState
 from pdctl.transport.segment import Participant, Role, Segment
 
 _log = logging.getLogger("decode")
@@ -160,29 +160,25 @@ class DecodeEngine:
     def _claim(self, row: int) -> None:
         rows = self._rows
         alone, local = not self._batch, self._spec.local_prefill_tokens
-        claim = claim_row(rows, self._me, row, self._wanted, self._wake, alone=alone, local_prefill_tokens=local)
+        claim = claim_row(
+            rows,
+            self._me,
+            row,
+            self._wanted,
+            self._wake,
+            alone=alone,
+            local_prefill_tokens=local,
+            vocab_size=self._model.vocab_size,
+        )
         if claim is None:
             return
-        params = rows.params(row)
-        stop_ids = frozenset(params.stop_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self._spec.eos_token_ids)
-        active = _Active(
-            row=row,
-            generation=claim.generation,
-            order=rows.get(row, R.ORDER),
-            num_tokens=claim.num_tokens,
-            kv_len=claim.kv_len,
-            limit_tokens=rows.get(row, R.LIMIT_TOKENS),
-            stop_ids=stop_ids,
-            block_table=rows.block_table(row),
-            sampler=RowSampler(
-                params,
-                num_prompt=rows.get(row, R.NUM_PROMPT),
-                end_ids=stop_ids,
-                read_tokens=partial(rows.tokens, row),
-            ),
-        )
+        try:
+            active = self._activate(claim)
+        except Exception as error:
+            self._fail(row, "its parameters", error)
+            self._wake.clients([row])
+            self._wake.for_room()
+            return
         self._me.add(P.CLAIMS, 1)
         self._me.add(P.CACHED_TOKENS, claim.cached_tokens)
         if rows.get(row, R.ADOPTIONS):
@@ -207,6 +203,29 @@ class DecodeEngine:
             for one in self._batch:
                 rows.put(one.row, R.CLAIMED_ALONE, 0)
 
+    def _activate(self, claim: Claim) -> _Active:
+        rows, row = self._rows, claim.row
+        params = rows.params(row)
+        stop_ids = frozenset(params.stop_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self._spec.eos_token_ids)
+        return _Active(
+            row=row,
+            generation=claim.generation,
+            order=rows.get(row, R.ORDER),
+            num_tokens=claim.num_tokens,
+            kv_len=claim.kv_len,
+            limit_tokens=rows.get(row, R.LIMIT_TOKENS),
+            stop_ids=stop_ids,
+            block_table=rows.block_table(row),
+            sampler=RowSampler(
+                params,
+                num_prompt=rows.get(row, R.NUM_PROMPT),
+                end_ids=stop_ids,
+                read_tokens=partial(rows.tokens, row),
+            ),
+        )
+
     def _set_batch(self, batch: list[_Active]) -> None:
         self._batch = batch
         self._me.put(P.LOAD, len(batch))
@@ -218,7 +237,7 @@ class DecodeEngine:
                 self._rows.end_cancelled(active.row, Actor.DECODE)
                 self._wake.clients([active.row])
                 self._wake.for_room()
-            elif self._rows.get(active.row, R.PREEMPT):
+            elif self._rows.is_to_be_preempted(active.row):
                 self._preempt(active.row)
             else:
                 kept.append(active)
@@ -277,8 +296,9 @@ class DecodeEngine:
         return all(self._rows.get(row, R.ORDER) >= active.order for row in held)
 
     def _preempt(self, row: int) -> None:
+        request_id = self._rows.request_id(row)  # before anybody else can have the row
         if self._rows.preempt(row, Actor.DECODE):
-            _log.info("%s row %d: preempted, the pool is full", self._rows.request_id(row), row)
+            _log.info("%s row %d: preempted, the pool is full", request_id, row)
             self._wake.for_work(Role.PREFILL)
             self._wake.for_room()
 
@@ -326,14 +346,11 @@ class DecodeEngine:
         for index, active in enumerate(sampled):
             assert logits is not None
             try:
-                token = active.sampler.sample(logits[index], active.num_tokens)
-            except FloatingPointError as error:
-                rows.fail(active.row, f"decode daemon, token {active.num_tokens}: {error}", Actor.DECODE)
+                token = self._sample(active, logits[index])
+            except Exception as error:
+                self._fail(active.row, f"token {active.num_tokens}", error)
                 ended.append(active)
                 continue
-            if (number := active.sampler.params.num_logprobs) is not None:
-                logprobs = token_logprobs(logits[index], token, number)
-                rows.put_logprobs(active.row, active.num_tokens, logprobs)
             # Counted first: whoever sees the token sees it counted.
             self._me.add(P.DECODE_TOKENS, 1)
             rows.commit_token(active.row, active.generation, active.num_tokens, token)
@@ -356,18 +373,43 @@ class DecodeEngine:
         self._me.add(P.STEPS, 1)
         self._me.add(P.BUSY_NS, time.monotonic_ns() - work.planned_ns)
 
-    def begin(self, handed: list[int], logits: Tensor) -> None:
+    def _sample(self, active: _Active, logits: Tensor) -> int:
+        """All that is computed for one row alone. What it raises is that row's end, and nobody else's."""
+        token = active.sampler.sample(logits, active.num_tokens)
+        if (number := active.sampler.params.num_logprobs) is not None:
+            self._rows.put_logprobs(active.row, active.num_tokens, token_logprobs(logits, token, number))
+        return token
+
+    def _fail(self, row: int, where: str, error: Exception) -> None:
+        """End a row of ours with the cause that lies in it. A death would be charged to all in the batch."""
+        cause = str(error) if isinstance(error, FloatingPointError) else f"{type(error).__name__}: {error}"
+        text = f"decode daemon, {where}: {cause}"
+        _log.error("%s row %d: failed, %s", self._rows.request_id(row), row, text, exc_info=error)
+        self._rows.fail(row, text, Actor.DECODE)
+
+    def begin(self, computed: list[Claim], logits: Tensor) -> None:
         """First tokens without a step of their own: of rows that were handed over just now, if we get to claim them.
 
+        Between the forward and our claim a row may have had another fate: cancelled, and already another request's,
+        ready at once; or its blocks taken. So the logits are for the request that they were computed for, and only
+        while the KV of its last token stands in its blocks (`KV_LEN` says so, and no claim of ours changes that).
+
         Args:
-            handed: rows whose last token has been computed along with the rest: its KV is in the pages, its logits
-                are given. Of one that we cannot claim now, a later step computes it again, to the same bits.
-            logits: float32 [len(handed), vocab_size].
+            computed: prefill's claims of rows whose last token went through the forward. Of one that we cannot
+                claim now, a later step computes that token again, to the same bits.
+            logits: float32 [len(computed), vocab_size].
         """
         self._claim_ready()
-        begun = [one for one in self._batch if one.row in handed and one.kv_len + 1 == one.num_tokens]
-        if running := [active for active in begun if self._is_read(active)]:
-            self.commit(self._work(running), logits[[handed.index(active.row) for active in running]])
+        index_of = {(claim.row, claim.generation, claim.num_tokens): at for at, claim in enumerate(computed)}
+        begun = {
+            at: active
+            for active in self._batch
+            if (at := index_of.get((active.row, active.generation, active.num_tokens))) is not None
+            and self._rows.get(active.row, R.KV_LEN) == active.num_tokens
+            and self._is_read(active)
+        }
+        if begun:
+            self.commit(self._work(list(begun.values())), logits[list(begun)])
 
     @staticmethod
     def _finish_reason(active: _Active, last_token: int) -> FinishReason:

@@ -5,7 +5,7 @@ Called by the zygote (load) and the engines (forward). Knows nothing of rows, st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from pdctl.core.weights.private_copy import read_weights
 from pdctl.transport.errors import IncompatibleError
 
 _NAME = "pdctl"
+# Tokens that go through the layers together. More give no speed, since matrices of so many rows are wide enough, and
+# would take memory and time between two ticks without bound. A power of two, and a multiple of every block size.
+SLICE_TOKENS = 256
 
 
 class WidenedLinear(nn.Module):
@@ -56,10 +59,12 @@ class Model:
         self.vocab_size = int(module.config.vocab_size)
         self.dtype: torch.dtype = getattr(torch, numerics.dtype)
         self.paged: PagedKV | None = None
+        # Called within a forward, whenever a bounded part of it is done: see P.TICKS.
+        self.on_tick: Callable[[], None] = _nobody_counts
 
     def use_pages(self, pages: Tensor) -> None:
         """Attend over these pages: [num_blocks, layers, 2, kv_heads, block_tokens, head_dim]."""
-        self.paged = PagedKV(pages)
+        self.paged = PagedKV(pages, lambda: self.on_tick())
         attention.use(self.paged)
 
     @torch.inference_mode()
@@ -74,21 +79,55 @@ class Model:
         Returns:
             float32 [len(logit_rows), vocab_size]; None if none are wanted.
         """
+        wanted = []
+        for first, part in _slices(runs):
+            last = first + sum(run.length for run in part)
+            hidden = self._hidden(tokens[first:last], part)
+            wanted += [hidden[row - first] for row in logit_rows if first <= row < last]
+            self.on_tick()
+        if not wanted:
+            return None
+        wanted += wanted[-1:] * max(0, MIN_FORWARD_ROWS - len(wanted))
+        logits: Tensor = self._head(torch.stack(wanted))[: len(logit_rows)].float()
+        self.on_tick()
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    def _hidden(self, tokens: list[int], runs: list[TokenRun]) -> Tensor:
+        """What the layers make of one slice: [len(tokens) or more, hidden size]."""
         if self.paged is None:
             raise RuntimeError("model: no KV pages in use")
         self.paged.prepare(runs)
         positions = [position for run in runs for position in range(run.start, run.start + run.length)]
         padding = max(0, MIN_FORWARD_ROWS - len(tokens))
-        hidden = self._decoder(
+        hidden: Tensor = self._decoder(
             input_ids=torch.tensor([tokens + tokens[-1:] * padding]),
             position_ids=torch.tensor([positions + positions[-1:] * padding]),
             use_cache=False,
         ).last_hidden_state[0]
-        if not logit_rows:
-            return None
-        wanted = logit_rows + logit_rows[-1:] * max(0, MIN_FORWARD_ROWS - len(logit_rows))
-        logits: Tensor = self._head(hidden[wanted])[: len(logit_rows)].float()
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return hidden
+
+
+def _nobody_counts() -> None:
+    pass
+
+
+def _slices(runs: list[TokenRun]) -> Iterator[tuple[int, list[TokenRun]]]:
+    """The runs in parts of at most SLICE_TOKENS tokens, each with the place of its first token.
+
+    A run's later tokens come in later slices, whose attention finds the KV of those before it in the pages.
+    """
+    first, number, part = 0, 0, list[TokenRun]()
+    for run in runs:
+        start, end = run.start, run.start + run.length
+        while start < end:
+            length = min(end - start, SLICE_TOKENS - number)
+            part.append(TokenRun(block_table=run.block_table, start=start, length=length))
+            start, number = start + length, number + length
+            if number == SLICE_TOKENS:
+                yield first, part
+                first, number, part = first + number, 0, []
+    if part:
+        yield first, part
 
 
 def _check_loaded(path: Path, info: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillWork(Work):
-    """One run a part; with `first_tokens`, those of last parts go one token on, whose logits are wanted."""
+    """One run a part; those of last parts may go one token on, whose logits are wanted (see `plan`)."""
 
     parts: list[_Part]
 
@@ -57,9 +57,9 @@ class PrefillWork(Work):
         return sum(part.stop - part.start for part in self.parts)
 
     @property
-    def handed_over(self) -> list[int]:
-        """The rows that its commit hands over, but for those whose clients left meanwhile."""
-        return [part.claim.row for part in self.parts if part.is_last]
+    def last_parts(self) -> list[Claim]:
+        """Whose prompt is whole with this forward; with `first_tokens`, in the order of the logits."""
+        return [part.claim for part in self.parts if part.is_last]
 
 
 class PrefillEngine:
@@ -174,7 +174,16 @@ class PrefillEngine:
         if self._wanted.is_before(row) or self._prefixes.is_being_computed(row):
             return None
         alone, local = not self._owned, self._spec.local_prefill_tokens
-        claim = claim_row(rows, self._me, row, self._wanted, self._wake, alone=alone, local_prefill_tokens=local)
+        claim = claim_row(
+            rows,
+            self._me,
+            row,
+            self._wanted,
+            self._wake,
+            alone=alone,
+            local_prefill_tokens=local,
+            vocab_size=self._model.vocab_size,
+        )
         if claim is None:
             return None
         self._owned[row] = claim
@@ -214,9 +223,10 @@ class PrefillEngine:
     def commit(self, work: PrefillWork) -> None:
         """The work's KV is in the pages: make it true for everybody, and hand over rows that are whole."""
         rows = self._rows
-        for part in work.parts:
+        for part, run in zip(work.parts, work.runs, strict=True):
             row = part.claim.row
-            rows.commit_kv(row, part.stop)
+            # Through the prompt's last token, if that was computed along: whoever has its logits sees it by that.
+            rows.commit_kv(row, run.start + run.length)
             rows.put(row, R.PREFILLED_TOKENS, rows.get(row, R.PREFILLED_TOKENS) + part.stop - part.start)
             rows.publish(row)
         took_ns = time.monotonic_ns() - work.planned_ns
@@ -226,7 +236,7 @@ class PrefillEngine:
         self._me.add(P.BUSY_NS, took_ns)
         # Whose client left meanwhile is not handed over: nobody would look at it before decode has room.
         self._follow_wishes()
-        self._hand_over([row for row in work.handed_over if row in self._owned])
+        self._hand_over([claim.row for claim in work.last_parts if claim.row in self._owned])
 
     # --- letting go ----------------------------------------------------------------------------------------
 
@@ -247,7 +257,7 @@ class PrefillEngine:
             if self._rows.get(row, R.CANCEL):
                 self._rows.end_cancelled(row, Actor.PREFILL)
                 self._wake.clients([row])
-            elif self._rows.get(row, R.PREEMPT):
+            elif self._rows.is_to_be_preempted(row):
                 self._rows.preempt(row, Actor.PREFILL)
             else:
                 continue

@@ -7,21 +7,34 @@ that wants it: a daemon says for whom it waits, and no row behind that one is be
 
 from __future__ import annotations
 
+import logging
+
 from pdctl.core.wake import Wake
 from pdctl.transport.layout import P, R
 from pdctl.transport.rows import Actor, Claim, Rows, RowState
 from pdctl.transport.segment import Participant, Role, Segment
 
+_log = logging.getLogger("rows")
 _SENT_ON_TO = {RowState.QUEUED: Role.PREFILL, RowState.READY: Role.DECODE}
 
 
 def claim_row(
-    rows: Rows, me: Participant, row: int, wanted: Wanted, wake: Wake, *, alone: bool, local_prefill_tokens: int
+    rows: Rows,
+    me: Participant,
+    row: int,
+    wanted: Wanted,
+    wake: Wake,
+    *,
+    alone: bool,
+    local_prefill_tokens: int,
+    vocab_size: int | None,
 ) -> Claim | None:
     """Claim a row, taking blocks from younger ones if it lacks some; rings whoever it is sent on to.
 
     Args:
         alone, local_prefill_tokens: see `Rows.claim`.
+        vocab_size: a row with ids beyond it fails here: in a forward it would end all that share it. None: there is
+            no model that could fail.
 
     Returns:
         None: not now, or it is no row for us any more. If there was no room, `wanted` knows.
@@ -32,6 +45,9 @@ def claim_row(
         if state is not from_state:
             if (role := _SENT_ON_TO.get(state)) is not None:
                 wake.for_work(role)
+            elif state is RowState.FAILED:
+                _log.error("%s row %d: failed, %s", rows.request_id(row), row, rows.error_text(row))
+                wake.clients([row])
             return None
         if rows.get(row, R.ATTEMPTS) and not alone:
             return None
@@ -39,6 +55,14 @@ def claim_row(
         if not make_room(rows, order, actor, wake):
             wanted.note(order)
             return None
+    largest = 0 if vocab_size is None else max(rows.tokens(row, claim.kv_len, claim.num_tokens))
+    if vocab_size is not None and largest >= vocab_size:
+        text = f"token id {largest} in the prompt: the model has {vocab_size}"
+        _log.error("%s row %d: failed, %s", rows.request_id(row), row, text)
+        rows.fail(row, text, actor)
+        wake.clients([row])
+        wake.for_room()
+        return None
     return claim
 
 
@@ -65,8 +89,9 @@ def preempt_younger(rows: Rows, order: int, actor: Actor) -> int | None:
     """
     for state in (RowState.READY, RowState.QUEUED):
         for row in reversed(rows.in_state(state)):
+            generation = rows.get(row, R.GENERATION)
             younger = rows.get(row, R.ORDER) > order and rows.get(row, R.NUM_BLOCKS) > 0
-            if younger and rows.preempt(row, actor):
+            if younger and rows.preempt_waiting(row, generation, actor):
                 return row
     return None
 
@@ -78,11 +103,12 @@ def ask_younger(rows: Rows, order: int) -> int | None:
         Its row; None: all others are older.
     """
     owned = [row for state in (RowState.PREFILLING, RowState.DECODING) for row in rows.in_state(state)]
-    younger = [row for row in owned if rows.get(row, R.ORDER) > order]
-    if not younger:
+    # The generation is read before the order: if the request is gone since, the wish is nobody's.
+    younger = [(rows.get(row, R.GENERATION), rows.get(row, R.ORDER), row) for row in owned]
+    generation, last, youngest = max(younger, key=lambda one: one[1], default=(0, 0, 0))
+    if last <= order:
         return None
-    youngest = max(younger, key=lambda row: rows.get(row, R.ORDER))
-    rows.put(youngest, R.PREEMPT, 1)
+    rows.wish_preempted(youngest, generation)
     return youngest
 
 

@@ -41,7 +41,8 @@ class RowSampler:
     Args:
         params: what the request asks for.
         num_prompt: tokens of the prompt; what follows is output.
-        end_ids: ids that end the row: banned until min_tokens are there.
+        end_ids: ids that end the row: banned until min_tokens are there. Those that the model does not have need
+            no ban.
         read_tokens: (start, stop) -> the row's committed tokens; asked only if penalties count them.
     """
 
@@ -73,6 +74,7 @@ class RowSampler:
 
         Raises:
             FloatingPointError: the logits are not finite, or the parameters leave no token.
+            ValueError: a logit bias for an id that the model does not have.
         """
         return sample(self._adjust(logits, position), self.params, position)
 
@@ -84,8 +86,10 @@ class RowSampler:
             return logits
         logits = logits.clone()
         if bans:
-            logits[self._end_ids] = -math.inf
+            logits[[token for token in self._end_ids if token < len(logits)]] = -math.inf
         if params.logit_bias:
+            if (largest_id := int(self._bias_ids.max())) >= len(logits):
+                raise ValueError(f"logit_bias for token id {largest_id}: the model has {len(logits)}")
             logits[self._bias_ids] += self._bias
         if self._repeats or self._counts:
             seen, counts = self._count(position, len(logits))

@@ -627,7 +627,7 @@ def _row(
         num_preemptions=word(R.PREEMPTIONS),
         num_adoptions=word(R.ADOPTIONS),
         cancel_requested=bool(word(R.CANCEL)),
-        preempt_requested=bool(word(R.PREEMPT)),
+        preempt_requested=0 != word(R.PREEMPT) == word(R.GENERATION),
         finish_reason=_label(FinishReason, word(R.FINISH_REASON)) if state == RowState.FINISHED else None,
         error=(printable(rows.error_text(row)) or None) if state == RowState.FAILED else None,
         age_s=max(0.0, (as_of_ns - since) / _NS) if since else None,

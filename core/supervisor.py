@@ -539,7 +539,7 @@ class Supervisor:
     def _note_proof(self, child: Child) -> None:
         for slot in self._slots_of(child):
             if self._segment.participant_word(slot, P.BIT_EXACT) == 2:
-                child.proof_ns = self._segment.participant_word(slot, P.LONGEST_STEP_NS)
+                child.proof_ns = self._segment.participant_word(slot, P.LONGEST_TICK_NS)
 
     def _slots_of(self, child: Child) -> list[int]:
         """Its places in the segment: none before it has attached, two of a colocated daemon."""
@@ -631,10 +631,10 @@ class Supervisor:
     def _look_at(self, child: Child) -> Look | None:
         if child.handle is None or (found := state_and_cpu_s(child.handle.pid)) is None:
             return None
-        pid, (state, cpu_s) = child.handle.pid, found
+        pid, (state, cpu_s), word = child.handle.pid, found, self._segment.participant_word
         if child is self._zygote:
             asked = any(daemon.asked for daemon in self._daemons)
-            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=0, owns_rows=asked)
+            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=(0, 0), owns_rows=asked)
         slots, segment = self._slots_of(child), self._segment
         if not slots:
             return None
@@ -647,9 +647,9 @@ class Supervisor:
             pid=pid,
             state=state,
             cpu_s=cpu_s,
-            progress=segment.participant_word(slots[0], P.PROGRESS),
-            owns_rows=any(segment.rows.owned_by(at, segment.participant_word(at, P.INCARNATION)) for at in slots),
-            longest_step_s=segment.participant_word(slots[0], P.LONGEST_STEP_NS) / 1e9,
+            progress=(word(slots[0], P.PROGRESS), word(slots[0], P.TICKS)),
+            owns_rows=any(segment.rows.owned_by(at, word(at, P.INCARNATION)) for at in slots),
+            longest_tick_s=word(slots[0], P.LONGEST_TICK_NS) / 1e9,
             holds_lock=holds_lock,
         )
 

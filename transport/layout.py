@@ -35,7 +35,7 @@ from enum import IntEnum
 from functools import cached_property
 
 MAGIC = int.from_bytes(b"pdctlKV1", "little")
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 WORD = 8
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -151,7 +151,7 @@ class P(IntEnum):
     START_TIME = 2
     INCARNATION = 3
     STATE = 4
-    PROGRESS = 5  # turns of its loop, with or without work
+    PROGRESS = 5  # turns of its loop, with or without work; within one, TICKS
     LOAD = 6
     DRAIN = 7
     THREADS = 8
@@ -161,7 +161,7 @@ class P(IntEnum):
     WANTS_ROOM = 12  # order + 1 of a row that blocks are wanted for: ring when some come free
     WAITING = 13  # of a router: requests that wait for a row
     INDEX = 14  # of its role: 0 for decode-0
-    LONGEST_STEP_NS = 15
+    LONGEST_TICK_NS = 15  # CPU time of the main thread between two TICKS
     # counters
     CLAIMS = 16
     PREFILL_TOKENS = 17
@@ -171,6 +171,9 @@ class P(IntEnum):
     BUSY_NS = 21
     CACHED_TOKENS = 22
     ADOPTED_ROWS = 23
+    # Counted within a forward, by whatever computes it: a layer of at most SLICE_TOKENS tokens, or a part of its
+    # attention of bounded size (model.py, attention.py). Hung is who owns rows and counts neither turns nor these.
+    TICKS = 24
 
 
 class R(IntEnum):
@@ -204,7 +207,7 @@ class R(IntEnum):
     ADOPTIONS = 30
     # wishes, written by others
     CANCEL = 32
-    PREEMPT = 33
+    PREEMPT = 33  # the generation that is meant
     # tokens of the row (the prompt's too) whose log-probabilities the router has copied out
     READ_TOKENS = 34
     # sampling

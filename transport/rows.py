@@ -269,14 +269,16 @@ class Rows:
         """Committed tokens: from the hint on, slots of this generation."""
         base = self._layout.row(row)
         words, slots = self._words, base + self._layout.row_tokens
-        generation, number = words[base + R.GENERATION], words[base + _NUM_TOKENS]
-        while number < self._layout.geometry.max_context and words[slots + number] >> 32 == generation:
+        most = self._layout.geometry.max_context
+        generation, number = words[base + R.GENERATION], min(words[base + _NUM_TOKENS], most)
+        while number < most and words[slots + number] >> 32 == generation:
             number += 1
         return number
 
     def tokens(self, row: int, start: int, stop: int) -> list[int]:
         slots = self._layout.row(row) + self._layout.row_tokens
-        return [word & _TOKEN_MASK for word in self._words[slots + start : slots + stop].tolist()]
+        end = slots + min(stop, self._layout.geometry.max_context)
+        return [word & _TOKEN_MASK for word in self._words[slots + start : end].tolist()]
 
     def new_tokens(self, row: int, generation: int, start: int) -> list[int]:
         """Tokens committed from position `start` on: read the slots, believe only this generation's."""
@@ -296,6 +298,13 @@ class Rows:
         return self._words[start : start + min(self._words[base + R.NUM_BLOCKS], self._blocks_per_row)].tolist()
 
     def params(self, row: int) -> RowParams:
+        """What the request asks for. What its words hold beyond their bounds is left out, or raises here.
+
+        Raises:
+            CorruptSegmentError: log-probabilities that have no room in the row.
+        """
+        if (asked := self.get(row, R.NUM_LOGPROBS)) > LOGPROB_WORDS:
+            raise CorruptSegmentError(f"row {row}: {asked - 1} log-probabilities a token, at most {MAX_LOGPROBS}")
         start = self._layout.row(row) + self._layout.row_params
         stop_ids_end = start + min(self.get(row, R.NUM_STOP_IDS), ROW_PARAM_WORDS)
         bias_end = min(stop_ids_end + self.get(row, R.NUM_LOGIT_BIAS), start + ROW_PARAM_WORDS)
@@ -553,6 +562,22 @@ class Rows:
 
     # --- the daemons' side ---------------------------------------------------------------------------------
 
+    def _fault(self, row: int) -> str | None:
+        """Which of a row's words cannot be what a router wrote; None: whoever claims it may rely on them."""
+        most = self._layout.geometry.max_context
+        num_prompt, num_tokens, limit = (self.get(row, name) for name in (R.NUM_PROMPT, R.NUM_TOKENS, R.LIMIT_TOKENS))
+        if not 1 <= num_prompt <= num_tokens <= limit <= most:
+            found = f"{num_prompt} prompt tokens, {num_tokens} tokens, a limit of {limit}"
+            return f"the row's lengths contradict each other: {found}; a row holds {most}"
+        return None
+
+    def _refuse_faulty(self, row: int, generation: int, from_state: RowState, actor: Actor, fault: str) -> None:
+        with self._lock.section(Op.FINISH, row) as section:
+            same = self.state(row) == from_state and self.get(row, R.GENERATION) == generation
+            if same and self._fault(row) is not None:
+                self._put_text(row, self._layout.row_error, ROW_ERROR_WORDS, fault)
+                self._end(section, row, RowState.FAILED, actor)
+
     def claim(
         self, me: Participant, row: int, *, alone: bool, local_prefill_tokens: int | None = None
     ) -> Claim | None:
@@ -570,12 +595,16 @@ class Rows:
             local_prefill_tokens: what a decode daemon may prefill itself; None: nothing is sent on.
 
         Returns:
-            None: another was faster, the room is short, the row must be claimed alone, or it was sent on.
+            None: another was faster, the room is short, the row must be claimed alone, it was sent on, or it failed
+                because its words make no sense.
         """
         words, base = self._words, self._layout.row(row)
         from_state, to_state, actor = me.claims
         generation = words[base + R.GENERATION]
         if words[base + _ATTEMPTS] and not alone:
+            return None
+        if (fault := self._fault(row)) is not None:
+            self._refuse_faulty(row, generation, from_state, actor, fault)
             return None
         num_tokens = self.count_tokens(row)
         held = words[base + R.NUM_BLOCKS], words[base + R.NUM_PUBLISHED]
@@ -748,12 +777,15 @@ class Rows:
         return grown
 
     def commit_kv(self, row: int, kv_len: int) -> None:
-        """KV below `kv_len` is in the pages, in all layers. The owner's proof that it makes progress."""
+        """KV below `kv_len` is in the pages, in all layers. If it grew, this is the owner's proof of progress.
+
+        KV that was there before proves nothing: a row that kills whoever samples it comes as far each time.
+        """
         base = self._layout.row(row)
+        grew = kv_len > self._words[base + _KV_LEN]
         self._words[base + _KV_LEN] = kv_len  # SYNC: row-commit
-        if self._words[base + _ATTEMPTS]:
-            self._words[base + R.DEATHS_ALONE] = 0
-            self._words[base + _ATTEMPTS] = 0
+        if grew:
+            self._acquit(base)
 
     def put_logprobs(self, row: int, position: int, logprobs: TokenLogprobs) -> None:
         """What belongs to the token that is committed next; a daemon that dies in between has written nothing."""
@@ -767,6 +799,13 @@ class Rows:
         base = self._layout.row(row)
         self._words[base + self._layout.row_tokens + position] = generation << 32 | token  # SYNC: row-commit
         self._words[base + _NUM_TOKENS] = position + 1
+        self._acquit(base)
+
+    def _acquit(self, base: int) -> None:
+        """The row went on: whoever died over it before did not die of it."""
+        if self._words[base + _ATTEMPTS]:
+            self._words[base + R.DEATHS_ALONE] = 0
+            self._words[base + _ATTEMPTS] = 0
 
     def num_publishable(self, row: int) -> int:
         """Full blocks that no position still to be written lies in, beyond those already published."""
@@ -839,31 +878,56 @@ class Rows:
             self._end(section, row, RowState.FAILED, actor)
 
     def preempt(self, row: int, actor: Actor) -> bool:
-        """Take a row's blocks for want of room; its tokens stay, its KV is computed again later.
-
-        Of rows without an owner anybody may preempt READY ones and take the blocks of QUEUED ones (put back by
-        a prefill daemon); of owned rows only the owner.
+        """Its owner gives up a row's blocks for want of room; its tokens stay, its KV is computed again later.
 
         Returns:
-            False: the row holds nothing that may be taken.
+            False: the row is in no state that the actor owns rows in.
         """
         done = False
         with self._lock.section(Op.PREEMPT, row) as section:
-            state = self.state(row)
             mine = {Actor.PREFILL: RowState.PREFILLING, Actor.DECODE: RowState.DECODING}.get(actor)
-            base = self._layout.row(row)
-            holds_blocks = state is RowState.QUEUED and self._words[base + R.NUM_BLOCKS] > 0
-            if state is RowState.READY or state is mine or holds_blocks:
-                self._release_blocks(section, row)
-                section.set(base + _PREEMPT, 0)
-                section.add(base + R.PREEMPTIONS, 1)
-                section.add(H.PREEMPTIONS, 1)
-                if state is mine and self._words[base + _ATTEMPTS]:
+            if self.state(row) is mine:
+                base = self._layout.row(row)
+                if self._words[base + _ATTEMPTS]:
                     section.add(base + _ATTEMPTS, -1)  # see _uncharge
-                if state is not RowState.QUEUED:
-                    self._move(section, row, RowState.QUEUED, actor)
+                self._give_up_blocks(section, row, actor)
                 done = True
         return done
+
+    def preempt_waiting(self, row: int, generation: int, actor: Actor) -> bool:
+        """Take the blocks of a row that nobody owns: READY, or QUEUED (put back by a prefill daemon).
+
+        Args:
+            generation: of the request that was seen there. It may be gone, or claimed by a peer, since then: nothing
+                is taken from an owner, and nothing from another request.
+
+        Returns:
+            False: there is nothing to take any more.
+        """
+        done = False
+        with self._lock.section(Op.PREEMPT, row) as section:
+            same = self.get(row, R.GENERATION) == generation and self.get(row, R.NUM_BLOCKS) > 0
+            if same and self.state(row) in (RowState.READY, RowState.QUEUED):
+                self._give_up_blocks(section, row, actor)
+                done = True
+        return done
+
+    def _give_up_blocks(self, section: Section, row: int, actor: Actor) -> None:
+        base = self._layout.row(row)
+        self._release_blocks(section, row)
+        section.set(base + _PREEMPT, 0)
+        section.add(base + R.PREEMPTIONS, 1)
+        section.add(H.PREEMPTIONS, 1)
+        if self.state(row) is not RowState.QUEUED:
+            self._move(section, row, RowState.QUEUED, actor)
+
+    def wish_preempted(self, row: int, generation: int) -> None:
+        """Ask a row's owner to give up its blocks. Whoever has the row next knows by the generation whom we meant."""
+        self.put(row, R.PREEMPT, generation)
+
+    def is_to_be_preempted(self, row: int) -> bool:
+        """Whether the request in this row was asked to give up its blocks. For its owner."""
+        return self.get(row, R.PREEMPT) == self.get(row, R.GENERATION)
 
     # --- inside a section ----------------------------------------------------------------------------------
 
@@ -874,7 +938,7 @@ class Rows:
         if to is RowState.CANCELLED:
             outcome = _OUTCOMES.get(self._words[base + _CANCEL], H.CANCELLED)
         section.add(outcome, 1)
-        section.add(H.OUTPUT_TOKENS, self.count_tokens(row) - self._words[base + R.NUM_PROMPT])
+        section.add(H.OUTPUT_TOKENS, max(0, self.count_tokens(row) - self._words[base + R.NUM_PROMPT]))
         self._move(section, row, to, actor)
 
     def _release_blocks(self, section: Section, row: int) -> None:

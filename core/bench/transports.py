@@ -216,7 +216,14 @@ class SharedMemory(Transport):
             bell.drain()
             for row in self._rows.in_state(RowState.READY):
                 claim = claim_row(
-                    self._rows, self._me, row, self._wanted, self._wake, alone=True, local_prefill_tokens=0
+                    self._rows,
+                    self._me,
+                    row,
+                    self._wanted,
+                    self._wake,
+                    alone=True,
+                    local_prefill_tokens=0,
+                    vocab_size=None,
                 )
                 if claim is not None:
                     self._claim, self._table = claim, self._rows.block_table(row)

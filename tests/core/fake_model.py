@@ -6,7 +6,9 @@ token is such a hash. So KV that is missing, stale or another row's gives wrong 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,11 @@ from pdctl.transport.segment import Participant, ParticipantState, Role, Segment
 
 VOCABULARY = 17
 BLOCK = 8
+# What engines do with rows and model; before and after each, other processes may have done something.
+_POINTS = (
+    *("in_state", "tokens", "block_table", "params", "claim", "grow", "commit_kv", "put_logprobs", "commit_token"),
+    *("publish", "hand_over", "put_back", "preempt", "preempt_waiting", "finish", "fail", "end_cancelled"),
+)
 
 
 def answer(prompt: Sequence[int], count: int) -> list[int]:
@@ -202,6 +209,36 @@ class FakeCluster(Engines):
             self.prefill[self.prefill.index(engine)] = self.new_prefill()
         else:
             self.decode[self.decode.index(engine)] = self.new_decode()
+
+    @contextmanager
+    def meanwhile(self, act: Callable[[], None]) -> Iterator[None]:
+        """Have others act inside a step: `act` is called before and after all that an engine does in this context."""
+        busy = [False]
+
+        def wrapped(real: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            if busy[0]:  # a part of another operation, perhaps in its section; or of what the others do
+                return real(*arguments, **named)
+            busy[0] = True
+            try:
+                act()
+                result = real(*arguments, **named)
+                act()
+            finally:
+                busy[0] = False
+            return result
+
+        owners = [(self.rows, name) for name in _POINTS] + [(self.model, "forward")]
+        before = [(owner, name, vars(owner).get(name)) for owner, name in owners]
+        for owner, name in owners:
+            setattr(owner, name, partial(wrapped, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, was in before:
+                if was is None:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, was)
 
     def step(self) -> bool:
         """One step of every engine; False: none had anything to do."""

@@ -14,6 +14,8 @@ import pytest
 import torch
 from fake_model import Engines
 
+from pdctl.core import attention as attention_module
+from pdctl.core import model as model_module
 from pdctl.core.config import ClusterSpec
 from pdctl.core.daemon import map_pages, numerics_hold
 from pdctl.core.model import Model, load
@@ -504,3 +506,89 @@ def test_the_probe_holds_here_and_notices_order(
 
     monkeypatch.setattr(attention, "_attend", other_order)
     assert not numerics_hold(model)
+
+
+def test_slices_and_parts_change_no_bit_and_each_is_a_tick(
+    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of any size is computed in bounded parts: of tokens, of a chunk's scores, of a batch's keys."""
+    prompts = [prompt_of(length, seed=9) for length in (200, 3, 150, 40)]
+
+    def answers(chunk: int) -> tuple[list[list[int]], int]:
+        cluster, ticks = Cluster(model, tiny_dir, chunk=chunk), [0]
+        model.on_tick = lambda: ticks.__setitem__(0, ticks[0] + 1)
+        handles = [cluster.submit(prompt, 12, temperature=0.8, seed=3) for prompt in prompts]
+        cluster.run(*(row for row, _ in handles))
+        return [cluster.take(*one, len(prompt)) for one, prompt in zip(handles, prompts, strict=True)], ticks[0]
+
+    monkeypatch.setattr(model, "on_tick", model.on_tick)
+    whole, num_whole = answers(512)
+    monkeypatch.setattr(model_module, "SLICE_TOKENS", 16)
+    monkeypatch.setattr(attention_module, "_PART_SCORES", 1 << 10)
+    monkeypatch.setattr(attention_module, "_PART_KEYS", 1)
+    parts, num_parts = answers(512)
+    assert parts == whole
+    assert num_parts > 4 * num_whole
+
+
+def test_no_tick_is_more_than_a_layer_of_a_slice_or_a_part_of_its_attention(
+    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest chunk there may be: what lies between two ticks is bounded by the code, not by the flag."""
+    sizes, since = [], [0]
+    attend, hidden = attention_module._attend, Model._hidden
+
+    def counted(q: torch.Tensor, k: torch.Tensor, *others: Any) -> torch.Tensor:
+        since[0] += q.shape[0] * q.shape[1] * k.shape[1] * attention_module.RANGE_TOKENS
+        return attend(q, k, *others)
+
+    def sliced(self: Model, tokens: list[int], runs: list[Any]) -> torch.Tensor:
+        assert len(tokens) <= model_module.SLICE_TOKENS
+        return hidden(self, tokens, runs)
+
+    def tick() -> None:
+        sizes.append(since[0])
+        since[0] = 0
+
+    monkeypatch.setattr(attention_module, "_attend", counted)
+    monkeypatch.setattr(attention_module, "_PART_SCORES", 1 << 14)
+    monkeypatch.setattr(Model, "_hidden", sliced)
+    monkeypatch.setattr(model_module, "SLICE_TOKENS", 64)
+    monkeypatch.setattr(model, "on_tick", tick)
+    Cluster(model, tiny_dir, chunk=1 << 16).ask(prompt_of(400), 2)
+    assert max(sizes) <= 1 << 14
+    assert len(sizes) > 30
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_forward_that_is_ended_midway_leaves_rows_that_go_on_with_another(
+    model: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, colocated: bool
+) -> None:
+    """A daemon that is told to stop ends its forward at the next tick: as if it had not begun it."""
+    prompts = [prompt_of(length, seed=4) for length in (90, 20)]
+    alone = [Cluster(model, tiny_dir).ask(prompt, 12) for prompt in prompts]
+    cluster = Cluster(model, tiny_dir, colocated=colocated)
+    handles = [cluster.submit(prompt, 12) for prompt in prompts]
+    rows = cluster.segment.rows
+    ticks = 0
+
+    def stop_at_times() -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks % 13 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "on_tick", stop_at_times)
+    engines = [cluster.colocated] if cluster.colocated is not None else [cluster.prefill, cluster.decode]
+    stops = 0
+    for _ in range(400):
+        for engine in engines:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                engine.release()
+                stops += 1
+                assert all(rows.get(row, R.ATTEMPTS) == 0 for row, _ in handles)
+    assert stops > 3
+    for one, prompt, expected in zip(handles, prompts, alone, strict=True):
+        assert cluster.take(*one, len(prompt)) == expected

@@ -16,7 +16,9 @@ STEM = [index * 7 % 17 for index in range(96)]
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """Beginnings that requests share, and mostly a rest of their own."""
+    """Beginnings that requests share, and mostly a rest of their own. Some are ready at once, if it is cached."""
+    if rng.random() < 0.3:
+        return [*STEM[: 8 * rng.randrange(13)], rng.randrange(17)]
     return STEM[: rng.randrange(97)] + [rng.randrange(17) for _ in range(rng.randrange(1, 40))]
 
 
@@ -69,12 +71,35 @@ def die(cluster: FakeCluster, rng: random.Random) -> None:
         delattr(cluster.rows, name)
 
 
+def act_inside(cluster: FakeCluster, rng: random.Random) -> None:
+    """A step, and inside it, from some point on: clients leave, their rows go to others, and peers make steps."""
+    engine = rng.choice(cluster.engines)
+    peers = [one for one in cluster.engines if one is not engine]
+    starts_at, points = rng.randrange(60), 0
+
+    def act() -> None:
+        nonlocal points
+        points += 1
+        if points == starts_at:
+            for row in cluster.rows.in_state(RowState.PREFILLING) or list(cluster.asked)[:1]:
+                cluster.cancel(row)
+        elif starts_at < points < starts_at + 20 and points % 2:
+            if peers and rng.random() < 0.3:
+                rng.choice(peers).step()
+            collect(cluster, rng)
+            if points % 3 == 0:
+                cluster.try_submit([*STEM[: 8 * rng.randrange(13)], rng.randrange(17)], 12)
+
+    with cluster.meanwhile(act):
+        engine.step()
+
+
 def drain(cluster: FakeCluster, rng: random.Random) -> None:
     rng.choice(cluster.engines).release()
 
 
 # How often each comes.
-MIXTURE = {step: 60, submit: 6, cancel: 1, collect: 6, kill: 1, die: 1, drain: 1}
+MIXTURE = {step: 60, act_inside: 2, submit: 6, cancel: 1, collect: 6, kill: 1, die: 1, drain: 1}
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_nobody_waits_for_a_row_that_is_no_longer_computed(how: str) -> None:
     elif how == "killed":
         cluster.kill(first)
     else:
-        cluster.rows.put(one, R.PREEMPT, 1)
+        cluster.rows.wish_preempted(one, cluster.get(one, R.GENERATION))
         first._follow_wishes()
     assert second.step()
     cluster.run(two)

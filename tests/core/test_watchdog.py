@@ -14,7 +14,7 @@ import pytest
 
 from pdctl.core.watchdog import BLOCKED_S, CPU_S, LATE_S, STOPPED_S, Look, Watchdog, state_and_cpu_s
 
-BUSY = Look(name="decode-0", pid=7, state="R", cpu_s=0.0, progress=1, owns_rows=True)
+BUSY = Look(name="decode-0", pid=7, state="R", cpu_s={7: 0.0}, progress=(1, 0), owns_rows=True)
 
 
 class Story:
@@ -32,7 +32,8 @@ class Story:
         end = self.now + seconds
         while self.now < end:
             self.now += step_s
-            self.look = replace(self.look, cpu_s=self.look.cpu_s + cpu * step_s)
+            threads = {thread: had + cpu * step_s for thread, had in self.look.cpu_s.items()}
+            self.look = replace(self.look, cpu_s=threads)
             if verdict := self.dog.judge([self.look], self.now).get(self.look.name):
                 return verdict
         return None
@@ -59,7 +60,7 @@ def test_a_stop_that_is_over_is_forgotten() -> None:
 def test_stops_with_work_between_two_looks_are_not_one_stop() -> None:
     story = Story()
     for turn in range(10):
-        assert story.pass_s(1, state="T", progress=turn) is None
+        assert story.pass_s(1, state="T", progress=(turn, 0)) is None
         assert story.pass_s(1, state="T", cpu=0.01) is None
 
 
@@ -67,7 +68,17 @@ def test_one_that_spins_hangs_by_its_own_cpu_time() -> None:
     story = Story()
     assert story.pass_s(CPU_S - 1, cpu=1.0) is None
     verdict = story.pass_s(2, cpu=1.0)
-    assert verdict == "no progress in 30 s of its own CPU time (30 s are allowed)"
+    assert verdict == "no progress in 30 s of CPU time of one thread (30 s are allowed)"
+
+
+def test_threads_that_share_the_work_are_one_worker_not_many() -> None:
+    """Sixteen of them have thirty seconds together in two: that says nothing."""
+    threads = dict.fromkeys(range(16), 0.0)
+    story = Story(replace(BUSY, cpu_s=threads))
+    assert story.pass_s(CPU_S - 1, cpu=1.0) is None
+    # One that began since the last count has had its time since then.
+    story.look = replace(story.look, cpu_s={99: 5.0, **story.look.cpu_s})
+    assert story.pass_s(2, cpu=1.0) == "no progress in 30 s of CPU time of one thread (30 s are allowed)"
 
 
 def test_one_that_is_starved_is_slow_not_dead() -> None:
@@ -84,7 +95,14 @@ def test_one_that_is_blocked_hangs_by_the_clock() -> None:
 def test_turns_are_progress() -> None:
     story = Story()
     for turn in range(100):
-        assert story.pass_s(20, cpu=1.0, progress=turn + 2) is None
+        assert story.pass_s(20, cpu=1.0, progress=(turn + 2, 0)) is None
+
+
+def test_ticks_within_one_turn_are_progress_however_long_it_takes() -> None:
+    """A chunk of 65,536 tokens on a slow core: one turn of hours."""
+    story = Story()
+    for tick in range(500):
+        assert story.pass_s(20, cpu=1.0, progress=(1, tick + 1)) is None
 
 
 def test_who_owns_nothing_is_not_judged_by_progress() -> None:
@@ -94,10 +112,10 @@ def test_who_owns_nothing_is_not_judged_by_progress() -> None:
     assert story.pass_s(CPU_S - 1, cpu=1.0, owns_rows=True) is None
 
 
-def test_long_steps_are_measured_by_those_before() -> None:
-    story = Story(replace(BUSY, longest_step_s=20.0))
+def test_long_ticks_are_measured_by_those_before() -> None:
+    story = Story(replace(BUSY, longest_tick_s=2.0))
     assert story.pass_s(199, cpu=1.0) is None
-    assert story.pass_s(2, cpu=1.0) == "no progress in 200 s of its own CPU time (200 s are allowed)"
+    assert story.pass_s(2, cpu=1.0) == "no progress in 200 s of CPU time of one thread (200 s are allowed)"
 
 
 def test_a_judge_who_is_late_judges_nobody() -> None:
@@ -119,7 +137,7 @@ def test_another_process_of_the_name_starts_anew() -> None:
 
 @pytest.mark.parametrize(("holds_lock", "verdict"), [(True, "stopped for 2 s inside a section"), (False, None)])
 def test_a_router_is_judged_only_as_a_stopped_holder_of_the_lock(holds_lock: bool, verdict: str | None) -> None:
-    story = Story(Look(name="router", pid=3, state="S", cpu_s=0.0))
+    story = Story(Look(name="router", pid=3, state="S", cpu_s={3: 0.0}))
     assert story.pass_s(500, cpu=1.0) is None
     assert story.pass_s(4, state="T", holds_lock=holds_lock) == verdict
 
@@ -173,7 +191,9 @@ def test_a_thread_that_could_run_is_a_process_that_could_run() -> None:
         found = state_and_cpu_s(process.pid)
         assert found is not None
         deadline = time.monotonic() + 30
-        while (later := state_and_cpu_s(process.pid)) is not None and later[1] <= found[1]:
+        while (later := state_and_cpu_s(process.pid)) is not None and max(later[1].values()) <= max(
+            found[1].values()
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:

@@ -208,3 +208,19 @@ def test_both_daemons_of_a_role_killed_one_after_the_other(cluster: Any, role: R
         assert killed not in [pid for _, pid in cluster.slots(role)]
     assert cluster.slots(other_role) == others
     assert verify(take_snapshot(cluster.state.segment_name).segment) == []
+
+
+def test_a_forward_tells_its_progress_layer_by_layer(cluster: Any) -> None:
+    """What the watchdog looks at: a chunk may be as long as the flags allow, since no tick of it is."""
+    wait_for(lambda: cluster.get("/health/ready") == 200, "readiness")
+
+    def counted() -> tuple[int, int]:
+        segment = take_snapshot(cluster.state.segment_name).segment
+        slots = [slot for role in (Role.PREFILL, Role.DECODE) for slot in segment.slots(role)]
+        words = [[segment.participant_word(slot, word) for slot in slots] for word in (P.STEPS, P.TICKS)]
+        return sum(words[0]), sum(words[1])
+
+    steps, ticks = counted()
+    assert len(cluster.ids(tokens_of(400, 77), 20)) == 20
+    steps_now, ticks_now = counted()
+    assert ticks_now - ticks >= 3 * (steps_now - steps) > 3 * 20  # two layers, and the slice or its logits

@@ -299,7 +299,7 @@ class Member:
         if self.rows.get(row, R.CANCEL):
             self.rows.end_cancelled(row, actor)
             return True
-        if actor is Actor.DECODE and self.rows.get(row, R.PREEMPT):
+        if actor is Actor.DECODE and self.rows.is_to_be_preempted(row):
             return self.rows.preempt(row, actor)
         return False
 
@@ -439,7 +439,8 @@ class World:
                 self._take_blocks(others.pop())
 
     def _take_blocks(self, row: int) -> None:
-        self.decode.rows.preempt(row, Actor.DECODE)
+        rows = self.decode.rows
+        rows.preempt_waiting(row, rows.get(row, R.GENERATION), Actor.DECODE)
 
     def close(self) -> None:
         self.mapping.close()

@@ -231,24 +231,24 @@ def cancel_owned(world: Any) -> tuple[Any, Operation]:
 
 @scenario
 def preempt_unowned(world: Any) -> tuple[Any, Operation]:
-    row = world.ready(PROMPT, 20).row
-    return world.prefill, lambda member: member.rows.preempt(row, Actor.PREFILL)
+    claim = world.ready(PROMPT, 20)
+    return world.prefill, lambda one: one.rows.preempt_waiting(claim.row, claim.generation, Actor.PREFILL)
 
 
 @scenario
 def preempt_owned(world: Any) -> tuple[Any, Operation]:
-    row = world.decoding(PROMPT, 20, steps=6).row
-    world.router.rows.put(row, R.PREEMPT, 1)
-    return world.decode, lambda member: member.follow_wishes(row)
+    claim = world.decoding(PROMPT, 20, steps=6)
+    world.router.rows.wish_preempted(claim.row, claim.generation)
+    return world.decode, lambda member: member.follow_wishes(claim.row)
 
 
 @scenario
 def preempt_queued_blocks(world: Any) -> tuple[Any, Operation]:
-    row = world.submit(PROMPT, 20).row
-    world.prefill.claim(row)
-    world.prefill.prefill(row, 5)
-    world.prefill.rows.put_back(row, Actor.PREFILL)
-    return world.decode, lambda member: member.rows.preempt(row, Actor.DECODE)
+    claim = world.submit(PROMPT, 20)
+    world.prefill.claim(claim.row)
+    world.prefill.prefill(claim.row, 5)
+    world.prefill.rows.put_back(claim.row, Actor.PREFILL)
+    return world.decode, lambda one: one.rows.preempt_waiting(claim.row, claim.generation, Actor.DECODE)
 
 
 @scenario

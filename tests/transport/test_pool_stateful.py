@@ -77,12 +77,14 @@ class Histories(RuleBasedStateMachine):
         """As engines do: rows that nobody owns first, the youngest first, then a wish, at last the own row."""
         rows = member.rows
         order = {other: rows.get(other, R.ORDER) for other in range(rows.num_rows)}
-        idle = rows.in_state(RowState.READY)
+        idle = [other for other in rows.in_state(RowState.READY) if rows.get(other, R.NUM_BLOCKS)]
         busy = [other for other in rows.in_state(RowState.DECODING) if other not in member.owned]
         if idle:
-            assert rows.preempt(max(idle, key=order.__getitem__), Actor.DECODE)
+            youngest = max(idle, key=order.__getitem__)
+            assert rows.preempt_waiting(youngest, rows.get(youngest, R.GENERATION), Actor.DECODE)
         elif busy and order[max(busy, key=order.__getitem__)] > order[row]:
-            rows.put(max(busy, key=order.__getitem__), R.PREEMPT, 1)
+            youngest = max(busy, key=order.__getitem__)
+            rows.wish_preempted(youngest, rows.get(youngest, R.GENERATION))
         else:
             assert rows.preempt(row, Actor.DECODE)
 
@@ -186,7 +188,8 @@ class Histories(RuleBasedStateMachine):
     def wish_preemption(self, who: int, pick: int) -> None:
         rows = self.world.router.rows
         if decoding := rows.in_state(RowState.DECODING):
-            rows.put(decoding[pick % len(decoding)], R.PREEMPT, 1)
+            row = decoding[pick % len(decoding)]
+            rows.wish_preempted(row, rows.get(row, R.GENERATION))
 
     @rule()
     def collect(self) -> None:

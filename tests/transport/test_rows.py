@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pdctl.transport.errors import CapacityError, CorruptSegmentError, PdctlError, UsageError
 from pdctl.transport.layout import (
     LOGPROB_RING,
+    LOGPROB_WORDS,
     MAX_LOGPROBS,
     ROW_ERROR_WORDS,
     ROW_PARAM_WORDS,
@@ -123,6 +124,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any, int], object], Actor]] = {
             "end_cancelled": lambda rows, row, actor: rows.end_cancelled(row, actor),
             "fail": lambda rows, row, actor: rows.fail(row, "why", actor),
             "preempt": lambda rows, row, actor: rows.preempt(row, actor),
+            "preempt_waiting": lambda rows, row, actor: rows.preempt_waiting(row, 1, actor),
         }.items()
     },
 }
@@ -146,7 +148,8 @@ def test_no_operation_moves_a_row_past_the_table(world: Any, operation: str) -> 
         if after is not before:
             assert actor in TRANSITIONS[before, after]
             moved += 1
-    assert moved > 0 or operation in ("preempt ROUTER", "end_cancelled ROUTER", "fail ROUTER"), "it never moves"
+    never = ("preempt ROUTER", "preempt SUPERVISOR", "end_cancelled ROUTER", "fail ROUTER")
+    assert moved > 0 or operation in never, "it never moves"
 
 
 # --- submit ------------------------------------------------------------------------------------------------
@@ -271,7 +274,7 @@ def test_a_full_segment_means_later_not_error(world: Any) -> None:
 
 def test_a_new_request_inherits_nothing(world: Any) -> None:
     old = world.decoding([1, 2, 0, 1, 2], 9, steps=2)
-    world.router.rows.put(old.row, R.PREEMPT, 1)
+    world.router.rows.wish_preempted(old.row, old.generation)
     world.decode.rows.fail(old.row, "a long story", Actor.DECODE)
     world.router.rows.cancel(old.row, old.generation)
     assert world.router.rows.error_text(old.row) == "a long story"
@@ -337,7 +340,8 @@ def test_the_slot_is_the_commit_and_comes_before_the_hint(world: Any, kit: Modul
         (world.router.rows.new_tokens(claim.row, claim.generation, 3), world.router.rows.get(claim.row, R.NUM_TOKENS))
     )
     world.decode.through(words).rows.commit_token(claim.row, claim.generation, 3, 2)
-    assert seen == [([2], 3), ([2], 4)]
+    assert seen[:2] == [([2], 3), ([2], 4)]
+    assert world.router.rows.get(claim.row, R.ATTEMPTS) == 0, "what follows: no death before this one counts"
 
 
 def test_tokens_of_the_rows_last_request_are_never_read(world: Any) -> None:
@@ -657,7 +661,7 @@ def test_a_claim_built_on_an_old_look_changes_nothing(
         assert other_prefill.claim(row)
         other_prefill.compute(row, 7)
         other_prefill.rows.put_back(row, Actor.DECODE)
-        world.router.rows.preempt(row, Actor.ROUTER)
+        assert world.router.rows.preempt_waiting(row, 1, Actor.ROUTER)
         words = world.mapping.words
         words[world.layout.row_states + row] = S.READY
     lock, happened = claimer.segment.lock, []
@@ -749,6 +753,30 @@ def test_deaths_in_company_are_not_counted_against_a_row(world: Any) -> None:
     assert world.router.rows.state(row) is S.QUEUED
 
 
+def test_kv_that_was_there_before_acquits_nobody(world: Any) -> None:
+    """Each daemon comes as far as the KV of the last token, and dies over its sampling."""
+    row = world.submit([1], 20).row
+    for death in range(MAX_DEATHS_ALONE + 1):
+        daemon = world.join(Role.DECODE)
+        assert daemon.claim(row, alone=True) is not None
+        daemon.rows.commit_kv(row, 1)
+        # The first one's KV grew, which is progress. The others' did not.
+        assert world.router.rows.get(row, R.ATTEMPTS) == death
+        world.reap(daemon)
+        assert world.router.rows.get(row, R.DEATHS_ALONE) == death
+    assert world.router.rows.state(row) is S.FAILED
+    assert world.router.rows.error_text(row) == "killed by the test"
+    world.check()
+
+
+def test_a_token_acquits(world: Any) -> None:
+    row = world.submit([1], 20).row
+    die(world, row, Role.DECODE, alone=True)
+    claim = world.decode.claim(row, alone=True)
+    world.decode.rows.commit_token(row, claim.generation, 1, 2)
+    assert [world.router.rows.get(row, word) for word in (R.ATTEMPTS, R.DEATHS_ALONE)] == [0, 0]
+
+
 def test_a_commit_between_deaths_starts_the_count_again(world: Any) -> None:
     row = world.submit([1, 2, 0, 1, 2, 0], 20).row
     for commit in (False, False, True, False, False):
@@ -832,10 +860,10 @@ def test_preemption_keeps_tokens_and_takes_blocks(world: Any, kit: ModuleType, s
         assert world.prefill.rows.preempt(claim.row, Actor.PREFILL)
     elif state is S.READY:
         claim = world.ready(prompt, 20)
-        assert world.router.rows.preempt(claim.row, Actor.PREFILL)
+        assert world.router.rows.preempt_waiting(claim.row, claim.generation, Actor.PREFILL)
     else:
         claim = world.decoding(prompt, 20, steps=3)
-        world.router.rows.put(claim.row, R.PREEMPT, 1)
+        world.router.rows.wish_preempted(claim.row, claim.generation)
         assert world.decode.follow_wishes(claim.row)
     rows = world.router.rows
     assert rows.state(claim.row) is S.QUEUED
@@ -853,8 +881,77 @@ def test_preemption_keeps_tokens_and_takes_blocks(world: Any, kit: ModuleType, s
 def test_a_row_being_decoded_is_preempted_by_its_owner_alone(world: Any, who: Actor) -> None:
     claim = world.decoding([0, 1, 2, 1, 0], 20, steps=3)
     assert world.router.rows.preempt(claim.row, who) is False
+    assert world.router.rows.preempt_waiting(claim.row, claim.generation, who) is False
     assert world.router.rows.state(claim.row) is S.DECODING
     assert len(world.router.rows.block_table(claim.row)) > 0
+
+
+@pytest.mark.parametrize("state", [S.QUEUED, S.READY])
+def test_a_row_that_a_peer_claims_meanwhile_keeps_its_blocks(world: Any, state: RowState) -> None:
+    """Seen without an owner, and claimed before our section: the peer computes into those blocks."""
+    claim = world.submit([0, 1, 2, 1, 0], 20)
+    world.prefill.claim(claim.row)
+    world.prefill.prefill(claim.row, 3 if state is S.QUEUED else 4)
+    if state is S.QUEUED:
+        world.prefill.rows.put_back(claim.row, Actor.PREFILL)
+    else:
+        world.prefill.rows.hand_over(claim.row)
+    role, actor = (Role.PREFILL, Actor.PREFILL) if state is S.QUEUED else (Role.DECODE, Actor.DECODE)
+    ours, peer = world.join(role), world.join(role)
+    lock = ours.segment.lock
+
+    def between() -> None:
+        lock.on_acquired = None
+        assert peer.claim(claim.row) is not None
+
+    lock.on_acquired = between
+    assert ours.rows.preempt_waiting(claim.row, claim.generation, actor) is False
+    assert world.router.rows.state(claim.row) in OWNED
+    assert len(world.router.rows.block_table(claim.row)) > 0
+    world.check()
+    peer.rows.put_back(claim.row, actor)
+    assert world.run_to_end()
+
+
+def test_blocks_are_taken_only_from_the_request_that_was_seen(world: Any) -> None:
+    claim = world.ready([0, 1, 2, 1, 0], 20)
+    assert world.router.rows.preempt_waiting(claim.row, claim.generation + 1, Actor.DECODE) is False
+    assert world.router.rows.state(claim.row) is S.READY
+
+
+def test_a_wish_is_for_the_request_that_was_meant(world: Any) -> None:
+    old = world.finished([1, 2, 0], 8)
+    world.router.rows.recycle(old.row, old.generation)
+    new = world.decoding([0, 1, 2, 1, 0], 20)
+    assert new.row == old.row
+    world.router.rows.wish_preempted(old.row, old.generation)  # written late
+    assert not world.decode.rows.is_to_be_preempted(new.row)
+    world.router.rows.wish_preempted(new.row, new.generation)
+    assert world.decode.rows.is_to_be_preempted(new.row)
+
+
+@pytest.mark.parametrize("name", [R.NUM_PROMPT, R.NUM_TOKENS, R.LIMIT_TOKENS])
+@pytest.mark.parametrize("value", [0, 40, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_row_whose_lengths_make_no_sense_fails_with_what_they_are(
+    world: Any, role: Role, name: R, value: int
+) -> None:
+    claim = world.submit([0, 1, 2, 1, 0], 20, local=30 if role is Role.DECODE else 0)
+    other = world.submit([1, 2, 0], 20, local=30 if role is Role.DECODE else 0)
+    world.router.rows.put(claim.row, name, value)
+    daemon = world.prefill if role is Role.PREFILL else world.decode
+    assert daemon.claim(claim.row) is None
+    assert world.router.rows.state(claim.row) is S.FAILED
+    assert "a row holds 32" in world.router.rows.error_text(claim.row)
+    assert daemon.claim(other.row) is not None
+    world.check()
+
+
+def test_log_probabilities_that_have_no_room_are_refused(world: Any) -> None:
+    claim = world.submit([0, 1], 20)
+    world.router.rows.put(claim.row, R.NUM_LOGPROBS, LOGPROB_WORDS + 1)
+    with pytest.raises(CorruptSegmentError, match="21 log-probabilities a token, at most 20"):
+        world.router.rows.params(claim.row)
 
 
 def test_a_row_put_back_by_prefill_gives_its_blocks_for_an_older_one(make_world: MakeWorld) -> None:
@@ -866,12 +963,13 @@ def test_a_row_put_back_by_prefill_gives_its_blocks_for_an_older_one(make_world:
     world.prefill.prefill(younger.row, 5)
     world.prefill.rows.put_back(younger.row, Actor.PREFILL)
     assert world.prefill.claim(oldest.row) is None
-    assert world.prefill.rows.preempt(younger.row, Actor.PREFILL)
+    assert world.prefill.rows.preempt_waiting(younger.row, younger.generation, Actor.PREFILL)
     assert world.router.rows.state(younger.row) is S.QUEUED
     assert world.router.rows.block_table(younger.row) == []
     assert world.prefill.claim(oldest.row) is not None
     world.check()
-    assert world.router.rows.preempt(younger.row, Actor.PREFILL) is False, "nothing left to take"
+    left = world.router.rows.preempt_waiting(younger.row, younger.generation, Actor.PREFILL)
+    assert left is False, "nothing left to take"
     world.run_to_end()
 
 
