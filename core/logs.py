@@ -70,19 +70,18 @@ class _RotatingStderr(logging.Handler):
             self._rotate()
 
     def _rotate(self) -> None:
-        """The new file is there before the old one is put aside: whatever fails, there is one to write to."""
+        """Put the full file aside and begin another; if that cannot be had, go on in the full one."""
         name = self._path.name
         with _private(self._path.parent) as directory:
             # One writer at a time, and only the file that it has open: another one may just have done it.
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(2), os.stat(name, dir_fd=directory, follow_symlinks=False)):
                 return
-            fd = os.open(f".{name}", _WRITE | os.O_TRUNC, 0o600, dir_fd=directory)
+            os.rename(name, f"{name}.1", src_dir_fd=directory, dst_dir_fd=directory)
             try:
-                os.rename(name, f"{name}.1", src_dir_fd=directory, dst_dir_fd=directory)
-                os.rename(f".{name}", name, src_dir_fd=directory, dst_dir_fd=directory)
+                fd = os.open(name, _WRITE, 0o600, dir_fd=directory)
             except OSError:
-                os.close(fd)
+                os.rename(f"{name}.1", name, src_dir_fd=directory, dst_dir_fd=directory)
                 raise
         self._become(fd)
 

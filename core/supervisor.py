@@ -532,7 +532,7 @@ class Supervisor:
         elif away is None:
             self._router_away_since = now
         elif now - away > _ROUTER_PATIENCE_S or (router.handle is None and (router.start_at or now) > now):
-            self._stand_in.serve("the router is being restarted", retry_after_s=1)
+            self._stand_in.serve("the router is being started", retry_after_s=1)
         else:
             self._stand_in.serve(None)
 

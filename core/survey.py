@@ -7,6 +7,7 @@ directory are foreign here. Only `collect` removes anything, and only what no li
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from pdctl.core.cluster import (
 )
 from pdctl.transport.errors import AlreadyRunningError, PdctlError
 from pdctl.transport.layout import P
+from pdctl.transport.mapping import descriptor_of
 from pdctl.transport.names import SegmentName, all_segments, check_cluster, cluster_dir, log_dir
 from pdctl.transport.segment import ParticipantState, Role, Segment, take_snapshot
 
@@ -137,7 +139,7 @@ def _summary(
         url=state.url,
         model=state.spec.model_name,
         model_path=str(state.spec.model_path),
-        ready=_ready(state.segment_name),
+        ready=_ready(state),
         wanted={"prefill": state.spec.num_prefill, "decode": state.spec.num_decode},
         colocated=state.spec.colocated,
         uptime_s=max(0.0, time.time() - state.started_unix_ns / 1e9),
@@ -145,12 +147,17 @@ def _summary(
     )
 
 
-def _ready(name: SegmentName) -> dict[str, int] | None:
+def _ready(state: ClusterState) -> dict[str, int] | None:
     """Daemons that take requests now, by role; None if the segment cannot be read."""
+    # Its name may be gone.
+    fd = descriptor_of(state.supervisor_pid, state.segment_name)
     try:
-        snapshot = take_snapshot(name)
+        snapshot = take_snapshot(state.segment_name if fd is None else fd)
     except PdctlError:
         return None
+    finally:
+        if fd is not None:
+            os.close(fd)
     return {role.label: _num_ready(snapshot.segment, role, snapshot.held) for role in (Role.PREFILL, Role.DECODE)}
 
 

@@ -18,6 +18,7 @@ from pdctl.core.cluster import ClusterState, read_state, write_state
 from pdctl.core.config import ClusterSpec
 from pdctl.core.private_files import private_directory
 from pdctl.transport.errors import UsageError
+from pdctl.transport.names import new_segment_name
 
 
 @pytest.fixture
@@ -131,3 +132,26 @@ def test_only_what_a_dead_supervisor_left_is_ended(tmp_path: Path) -> None:
         for supervisor in (dead, alive, dead_too):
             supervisor.kill()
             supervisor.communicate(timeout=60)
+
+
+def test_a_file_that_only_has_a_segments_name_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Held by a living process it is not removed, and stands neither for a crash nor in the way of a start."""
+    name = new_segment_name(f"t-{os.urandom(4).hex()}")
+    name.path.write_bytes(b"somebody's work" * 1000)
+    script = f"file = open('{name.path}', 'r+b'); print(flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"\n"
+        assert not clusters.was_left(tmp_path, name.cluster)
+        assert clusters.remove_stale(tmp_path, name.cluster, wait_s=0) == []
+        assert clusters.tidy(tmp_path, name.cluster) is None
+        assert name.path.exists()
+        holder.kill()
+        holder.wait()
+        assert clusters.was_left(tmp_path, name.cluster)
+        assert clusters.remove_stale(tmp_path, name.cluster) == [name]
+    finally:
+        holder.kill()
+        holder.communicate()
+        name.path.unlink(missing_ok=True)

@@ -151,21 +151,25 @@ def test_without_a_directory_a_process_starts_and_logs_to_where_it_may(tmp_path:
 def test_a_rotation_that_fails_half_way_leaves_a_file_to_write_to(directory: Path) -> None:
     script = """
         logs.MAX_LOG_BYTES = 300
-        rename, calls = os.rename, []
-        def failing(*arguments, **more):
-            calls.append(1)
-            if len(calls) in (1, 3):
-                raise OSError(28, "No space left on device")
-            rename(*arguments, **more)
-        os.rename = failing
-        for number in range(40):
+        real, fails, calls = (os.rename, os.open), {"rename": (1, 4), "open": (3, 5)}, {"rename": 0, "open": 0}
+        def failing(name, call):
+            def one(*arguments, **more):
+                if name == "open" and arguments[0] != "router.log":
+                    return call(*arguments, **more)
+                calls[name] += 1
+                if calls[name] in fails[name]:
+                    raise OSError(24, "Too many open files")
+                return call(*arguments, **more)
+            return one
+        os.rename, os.open = failing("rename", os.rename), failing("open", os.open)
+        for number in range(80):
             log.info("line %d", number)
-            (directory / "all").open("ab").close()
-        assert len(calls) > 6
+        assert calls["rename"] > 6 and calls["open"] > 6
     """
     assert run(directory, script) == ""
+    assert {path.name for path in directory.iterdir()} == {"router.log", "router.log.1"}
     kept = numbers(directory / "router.log.1") + numbers(directory / "router.log")
-    assert kept == list(range(kept[0], 40))
+    assert kept == list(range(kept[0], 80))
 
 
 def test_a_full_disk_is_counted(directory: Path) -> None:

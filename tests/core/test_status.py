@@ -20,6 +20,7 @@ from pdctl.cli import status as status_command
 from pdctl.cli.tables import status_view
 from pdctl.core import status as core_status
 from pdctl.core.status import SegmentStatus, cluster_status, cluster_status_of, describe, find_segment, look, to_dict
+from pdctl.core.survey import survey
 from pdctl.transport.errors import CorruptSegmentError, IncompatibleError, NotFoundError
 from pdctl.transport.layout import LAYOUT_VERSION, WORD, B, H, P, R, VerifyKv
 from pdctl.transport.lock import Op
@@ -504,3 +505,22 @@ def test_json_keys_are_stable(cluster: Cluster) -> None:
     assert " ".join(status) == CLUSTER_KEYS
     assert {" ".join(one) for one in status["processes"]} == {PROCESS_KEYS}
     assert status["schema"] == segment["schema"] == 1
+
+
+def test_a_segment_without_a_name_is_looked_at_through_its_supervisor(cluster: Cluster) -> None:
+    cluster.run()
+    assert cluster_status(cluster.state_dir, cluster.name).causes == ()
+    cluster.path.unlink()
+    status = cluster_status(cluster.state_dir, cluster.name)
+    (cause,) = status.causes
+    assert f"the segment's name {cluster.path} was removed" in cause
+    assert status.rows_by_state["decoding"] == 2
+    [summary] = [one for one in survey(cluster.state_dir) if one.name == cluster.name]
+    assert (summary.phase, summary.ready) == ("running", {"prefill": 1, "decode": 1})
+    cluster.path.write_text("somebody's")
+    assert cluster_status(cluster.state_dir, cluster.name).causes == (cause,)
+
+
+def test_what_the_supervisor_cannot_do_is_a_cause(cluster: Cluster) -> None:
+    state = dataclasses.replace(cluster.state(), warnings={"logs": "logs: gone\x1b"})
+    assert cluster_status_of(state, described(cluster)).causes == ("logs: gone?",)
