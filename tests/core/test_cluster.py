@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from pdctl.core import cluster as clusters
-from pdctl.core.cluster import ClusterState, private_directory, read_state, write_state
+from pdctl.core.cluster import ClusterState, read_state, write_state
 from pdctl.core.config import ClusterSpec
+from pdctl.core.private_files import private_directory
 from pdctl.transport.errors import UsageError
 
 
