@@ -308,7 +308,7 @@ def test_a_small_shm_is_told_before_the_start_and_its_advice_works(
         cd {shlex.quote(str(tmp_path))}
         {pdctl} up {place} {options} --kv-blocks 4096 2> refused; echo $? > code
         find /dev/shm -type f > left
-        advised=$(sed -n 's/^  try: pdctl up \\(--kv-blocks [0-9]*\\) --name.*/\1/p' refused)
+        advised=$(sed -n 's/^  try: pdctl up \\(--kv-blocks [0-9]*\\) --name.*/\\1/p' refused)
         echo "$advised" > advice
         {pdctl} up {place} {options} $advised 2> up; echo $? > up_code
         df --output=used -B1 /dev/shm | tail -1 > used
