@@ -641,7 +641,7 @@ class Supervisor:
         holds_lock = segment.words[H.LOCK_PID] == pid
         if child.role is Role.ROUTER:
             # Its event loop may sleep as long as it likes; stopped, it lets every client hang.
-            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=0, holds_lock=holds_lock)
+            return Look(name=child.name, pid=pid, state=state, cpu_s=cpu_s, progress=(0, 0), holds_lock=holds_lock)
         return Look(
             name=child.name,
             pid=pid,
