@@ -40,7 +40,7 @@ def logs(
 
     With --grep, the exit code is 1 if no line has the text.
     """
-    from pdctl.core.cluster import command, is_locked, was_left
+    from pdctl.core.cluster import command, find_supervisor, is_locked, was_left
     from pdctl.core.log_files import Logs, Run
 
     if process is not None and not process.replace("-", "").isalnum():
@@ -60,9 +60,11 @@ def logs(
         where = "" if everything else " in this run (with --all: in any)"
         remark(f"no line of {told} has {grep!r}{where}")
         raise typer.Exit(1)
+    # The process, not its lock: that may have been removed, and be there again in a second.
+    supervisor = find_supervisor(root, name) if follow else None
     while follow:
         # First the question, then the last lines: what ends says so before it is gone.
-        is_over = not is_locked(root, name)
+        is_over = not is_locked(root, name) if supervisor is None else supervisor.is_gone(0)
         printer.print(written.read())
         if is_over:
             how = "has crashed" if was_left(root, name) else "does not run"

@@ -413,9 +413,9 @@ def _supervise(spec: ClusterSpec, *, foreground: bool, deadline: _Deadline) -> N
     began = time.monotonic()
     deadline.restart()
     deadline.stage = "the supervisor's start"
-    command = [sys.executable, "-m", "pdctl.core.supervisor"]
-    if foreground:
-        command += ["--parent", str(os.getpid())]
+    command = [sys.executable, "-m", "pdctl.core.supervisor", "--parent", str(os.getpid())]
+    if not foreground:
+        command.append("--detach")
     signals = _Signals()
     # The key goes through the pipe, with the rest of the specification: no process needs it in its environment.
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}

@@ -40,6 +40,11 @@ def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
         sys.exit(f"parent {parent_pid} is gone")
 
 
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def become_subreaper() -> None:
     """Orphans below us become our children, so that we can wait for them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

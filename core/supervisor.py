@@ -17,6 +17,7 @@ The supervisor's death ends all: every child is bound to it by PDEATHSIG.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -62,6 +63,7 @@ from pdctl.core.process import (
     descendants,
     die_with_parent,
     exit_text,
+    outlive_parent,
     set_process_name,
 )
 from pdctl.core.stand_in import StandIn
@@ -111,8 +113,14 @@ class _Dead:
 
 
 class Supervisor:
-    def __init__(self, spec: ClusterSpec) -> None:
+    """
+    Args:
+        outlives_parent: whether to go on when the process that started us ends, once the cluster is up.
+    """
+
+    def __init__(self, spec: ClusterSpec, *, outlives_parent: bool = False) -> None:
         self._spec = spec
+        self._outlives_parent = outlives_parent
         self._directory = cluster_dir(spec.state_dir, spec.name)
         self._logs = log_dir(spec.state_dir, spec.name)
         self._lock = ClusterLock(spec.state_dir, spec.name)
@@ -517,6 +525,8 @@ class Supervisor:
         if not self._announced and all(child.ready for child in self.children):
             self._announced = True
             self._upkeep.show(replace(self._state, phase="running"))
+            if self._outlives_parent:
+                outlive_parent()  # before it hears that we are up, and ends
             emit(event="ready", url=self._state.url)
             _silence_stdout()
 
@@ -889,12 +899,19 @@ def _silence_stdout() -> None:
 
 
 def main() -> None:
-    """Read the specification from stdin and supervise; `--parent PID` binds us to that process."""
+    """Read the specification from stdin and supervise.
+
+    `--parent PID` binds us to the process that started us: a start that nobody waits for any more is taken back. With
+    `--detach` only until the cluster is up.
+    """
+    parser = argparse.ArgumentParser(prog="python -m pdctl.core.supervisor")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--detach", action="store_true")
+    given = parser.parse_args()
     os.umask(0o077)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    if len(sys.argv) == 3 and sys.argv[1] == "--parent":
-        # SIGTERM: we go down in order, and nothing is left.
-        die_with_parent(int(sys.argv[2]), signal.SIGTERM)
+    # SIGTERM: we go down in order, and nothing is left.
+    die_with_parent(given.parent, signal.SIGTERM)
     become_subreaper()
     set_process_name("pdctl-supervisor")
     look, spec = None, None
@@ -907,7 +924,7 @@ def main() -> None:
         private_directory(directory)
         logs.setup(directory, "supervisor", stdout=False)
         check_pidfds()
-        Supervisor(spec).run()
+        Supervisor(spec, outlives_parent=given.detach).run()
     except PdctlError as error:
         _log.error("%s", error.message)
         hint = error.hint if spec is None else advice(error, spec.name, spec.state_dir)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import re
+import signal
 import socket
 import threading
 import time
@@ -31,8 +33,8 @@ from pdctl.transport.doorbell import Bell
 from pdctl.transport.layout import P, R
 from pdctl.transport.names import cluster_dir
 from pdctl.transport.recovery import verify
-from pdctl.transport.rows import OWNED, RowParams, RowState
-from pdctl.transport.segment import Role, Segment, open_to_look, take_snapshot
+from pdctl.transport.rows import OWNED, Claim, RowParams, RowState
+from pdctl.transport.segment import Participant, Role, Segment, open_to_look, take_snapshot
 
 pytestmark = pytest.mark.e2e
 
@@ -588,38 +590,69 @@ def test_threads_are_what_the_environment_says(cluster: Any) -> None:
         assert len(names) <= 2, names
 
 
-@pytest.mark.deadly
-def test_a_request_that_kills_daemons_is_given_up_and_its_cause_is_what_is_seen(cluster: Any) -> None:
-    """S28: a token that no model has, put past the router: three daemons fall over it, then the row fails.
-
-    The log begins with the real error, and nothing complains of what was still mapped.
-    """
+@pytest.fixture
+def other_router(cluster: Any) -> Iterator[tuple[Segment, Participant]]:
+    """A router's place beside the router's: whoever has it writes into rows what no client can ask for."""
     segment = Segment.open(cluster.state.segment_name)
     me = segment.attach(Role.ROUTER)
     bell = Bell(cluster_dir(cluster.state_dir, cluster.name), me.slot)
-    try:
-        claim = segment.rows.submit(
-            me,
-            request_id="poison",
-            tokens=[5] * 20 + [1_000_000],
-            limit_tokens=30,
-            params=RowParams(),
-            local_prefill_tokens=100,
-        )
-        assert claim is not None
-        wait_for(lambda: segment.rows.state(claim.row) is RowState.FAILED, "the end of it")
-        error = segment.rows.error_text(claim.row)
-        assert segment.rows.get(claim.row, R.DEATHS_ALONE) == 3
-        assert segment.rows.recycle(claim.row, claim.generation)
-    finally:
-        segment.detach(me)
-        bell.close()
-        segment.close()
-    assert "decode-" in error and "exit code 1" in error and "pdctl logs" in error
+    yield segment, me
+    segment.detach(me)
+    bell.close()
+    segment.close()
+
+
+def submit_poison(segment: Segment, me: Participant, tokens: list[int], local: int) -> Claim:
+    claim = segment.rows.submit(
+        me,
+        request_id="poison",
+        tokens=tokens,
+        limit_tokens=len(tokens) + 9,
+        params=RowParams(),
+        local_prefill_tokens=local,
+    )
+    assert claim is not None
+    return claim
+
+
+def test_a_request_that_nobody_can_compute_fails_alone(
+    cluster: Any, other_router: tuple[Segment, Participant]
+) -> None:
+    """A token that no model has: the row fails with the cause, and no daemon dies of it."""
+    segment, me = other_router
+    before = pids_of(cluster)
+    claim = submit_poison(segment, me, [5] * 20 + [1_000_000], 100)
+    wait_for(lambda: segment.rows.state(claim.row) is RowState.FAILED, "the end of it")
+    error = segment.rows.error_text(claim.row)
+    assert segment.rows.recycle(claim.row, claim.generation)
+    assert "token id 1000000 in the prompt" in error
+    assert (
+        f"poison row {claim.row}: failed, {error}" in cluster.cli("logs", "--tail", "100000", "--grep", "poison").out
+    )
+    assert pids_of(cluster) == before
+
+
+@pytest.mark.deadly
+def test_an_error_in_a_daemon_is_the_first_thing_its_log_shows(
+    cluster: Any, other_router: tuple[Segment, Participant]
+) -> None:
+    """S28: a count that has no room for more ends whoever adds to it; the row goes on elsewhere.
+
+    The log begins with the real error, and nothing complains of what was still mapped.
+    """
+    segment, me = other_router
+    prefill = [pid for _, pid in cluster.slots(Role.PREFILL)]
+    for pid in prefill:
+        os.kill(pid, signal.SIGSTOP)
+    claim = submit_poison(segment, me, tokens_of(15, seed=77), 0)
+    segment.rows.put(claim.row, R.PREFILLED_TOKENS, (1 << 64) - 1)
+    for pid in prefill:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: segment.rows.state(claim.row) is RowState.FINISHED, "the end of it")
+    assert segment.rows.recycle(claim.row, claim.generation)
     wait_for(lambda: cluster.cli("status").code == 0, "four daemons")
     log = cluster.cli("logs", "--tail", "100000").out
-    first = log[log.index("Traceback") :]
-    assert "index out of range" in first.split("Traceback")[1]
+    assert "PREFILLED_TOKENS" in log[log.index("Traceback") :].split("Traceback")[1]
     cluster.assert_no_noise()
 
 

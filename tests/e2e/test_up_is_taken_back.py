@@ -73,6 +73,17 @@ def test_the_terminal_closes(cluster: Any, tiny_dir: Path) -> None:
     cluster.assert_clean()
 
 
+def test_the_command_is_killed(cluster: Any, tiny_dir: Path) -> None:
+    """SIGKILL: it can take nothing back; the supervisor sees that nobody waits for the start any more."""
+    up = subprocess.Popen([*CLI, *options(tiny_dir), *place(cluster)], stderr=subprocess.DEVNULL)
+    supervisor = wait_for(lambda: clusters.find_supervisor(cluster.state_dir, cluster.name), "the supervisor")
+    up.kill()
+    up.wait()
+    assert supervisor.is_gone(WATCHDOG_S)
+    supervisor.close()
+    cluster.assert_clean()
+
+
 def test_nobody_reads_what_it_says(cluster: Any, tiny_dir: Path) -> None:
     """As with `2>&1 | head -1`: what is said next ends the command, and with it the cluster."""
     up = subprocess.Popen([*CLI, *options(tiny_dir), *place(cluster)], stderr=subprocess.PIPE)
