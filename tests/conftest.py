@@ -16,9 +16,11 @@ from pdctl.core.numerics import environment, numerics
 os.environ.update(environment(numerics("float32")))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# A shell's background has SIGINT ignored, and hands that on to whatever is started: here Ctrl-C is tested.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's background has SIGINT ignored, nohup SIGHUP, and both hand that on to whatever is started: here Ctrl-C is
+# tested, and a terminal that closes.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 TINY = {
     "hidden_size": 64,
