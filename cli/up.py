@@ -444,6 +444,7 @@ def _supervise(spec: ClusterSpec, *, foreground: bool, deadline: _Deadline) -> N
             remark(f'  {ask} "What is the capital of France?"')
     except (PdctlError, typer.Exit):
         # It said why and is on its way out; return when it is gone.
+        deadline.stop()
         signals.hold()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_WAIT_S)
@@ -451,6 +452,8 @@ def _supervise(spec: ClusterSpec, *, foreground: bool, deadline: _Deadline) -> N
     except BaseException as error:
         # A signal, the end of the time, or a terminal that is gone, so that there is nobody to tell (and if it was
         # the terminal's end that sent the signal, any word to it fails as well): nothing of it stays.
+        if not isinstance(error, _TimedOut):
+            deadline.stop()
         signals.hold()
         _take_back(spec, process)
         if isinstance(error, _TimedOut):

@@ -65,6 +65,7 @@ _LOCK, _STATE, _SPEC = "lock", "state.json", "spec.json"
 # A lock of the open file, as flock's is, that can also be asked about without being taken (Linux).
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
+_MADE_BY_SUPERVISORS = re.compile(r"lock|control|bell-\d+|(state|spec)\.json|\.(state|spec)\.json\.\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +221,9 @@ class ClusterLock:
         os.pwrite(self._fd, _signature(), 0)
 
     def forget_state(self) -> None:
-        """Remove what a dead supervisor wrote, so that nobody takes it for ours."""
+        """Remove what a dead supervisor wrote, so that nobody takes it for ours; files of people stay."""
         for path in self._path.parent.iterdir():
-            if path != self._path:
+            if path != self._path and _MADE_BY_SUPERVISORS.fullmatch(path.name):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -321,8 +322,7 @@ def is_cluster_directory(path: Path) -> bool:
         found = [entry.name for entry in path.iterdir()]
     except OSError:
         return False
-    ours = re.compile(r"lock|control|bell-\d+|(state|spec)\.json|\.(state|spec)\.json\.\d+")
-    return "lock" in found and all(ours.fullmatch(name) for name in found)
+    return "lock" in found and all(map(_MADE_BY_SUPERVISORS.fullmatch, found))
 
 
 def _is_url(text: str) -> bool:
@@ -525,13 +525,16 @@ def _strays(spec: Path) -> list[ProcessHandle]:
 
 def _is_stray(pid: int, spec: Path) -> bool:
     try:
+        # Anybody may give a process such arguments.
+        if Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
+            return False
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if os.fsencode(spec) not in words or not any(word.startswith(b"pdctl.core.") for word in words):
             return False
         # A supervisor leads a session of its own; its number is no other's while a process of that session lives.
         supervisor = ProcessStat.read(os.getsid(pid))
         return supervisor is None or supervisor.state in "ZX"
-    except OSError:  # it is gone, or another user's
+    except OSError:  # it is gone
         return False
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pdctl.core import cluster as clusters
-from pdctl.core.cluster import ClusterState, read_state, write_state
+from pdctl.core.cluster import ClusterLock, ClusterState, read_state, write_state
 from pdctl.core.config import ClusterSpec
 from pdctl.core.private_files import private_directory
 from pdctl.transport.errors import UsageError
@@ -155,3 +155,32 @@ def test_a_file_that_only_has_a_segments_name_is_in_nobodys_way(tmp_path: Path) 
         holder.kill()
         holder.communicate()
         name.path.unlink(missing_ok=True)
+
+
+def test_files_of_people_are_not_ours_to_remove(tmp_path: Path) -> None:
+    """A state directory that somebody works in, and a cluster called as a folder there."""
+    tmp_path.chmod(0o700)
+    folder = tmp_path / "core"
+    folder.mkdir(mode=0o700)
+    (folder / "thesis.tex").write_text("years of work")
+    (folder / "bell-3").touch()
+    lock = ClusterLock(tmp_path, "core")
+    assert lock.acquire(0)
+    lock.forget_state()
+    lock.release(remove=True)
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+
+
+def test_a_process_of_another_user_is_no_stray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tmp_path / "spec.json"
+    code = ["-c", "print(flush=True); input()", "pdctl.core.daemon", str(spec)]
+    process = subprocess.Popen([sys.executable, *code], stdin=-1, stdout=-1)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        monkeypatch.setattr(clusters.ProcessStat, "read", lambda pid: None)  # its session's leader has ended
+        assert clusters._is_stray(process.pid, spec)
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert not clusters._is_stray(process.pid, spec)
+    finally:
+        process.kill()
+        process.communicate()
